@@ -76,8 +76,8 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_s
 
     With DistributedDataParallel's defaults they differ between two forwards by design: the next one copies rank 0's.
     What a rank has added to them since then is its own data's: after 50 forwards, data of which the first layer has
-    other statistics are reported. Ranks that hold other layers (stages of a pipeline) are not compared. At most three
-    collectives: of one number, of all running statistics, of two numbers a rank.
+    other statistics are reported. Ranks that hold other layers (stages of a pipeline) are not compared. At most two
+    collectives: of one number a rank, and of all running statistics.
     """
     ranks = ranks or TorchRanks()
     buffers = [
@@ -93,16 +93,12 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_s
         return None
     if copied or not buffers:
         return _uneven(model, ranks, accumulation_steps) if buffers else None
-    mine = torch.cat([buffer.flatten().cpu() for _, buffer in buffers])
-    mean = ranks.sum(mine) / ranks.size
-    places = torch.tensor([buffer.numel() for _, buffer in buffers]).cumsum(0)
-    apart = (mine - mean).abs()
-    largest = int(apart.argmax())
-    table = by_rank(ranks, torch.tensor([float(apart[largest]), float(largest)]).double()).tolist()
-    amount, place = max((row[0], int(row[1])) for row in table)
+    table = by_rank(ranks, torch.cat([buffer.flatten().cpu() for _, buffer in buffers]))
+    apart = (table - table.mean(0)).abs().amax(0)
+    of_each = torch.split_with_sizes(apart, [buffer.numel() for _, buffer in buffers])
+    amount, name = max((float(each.max()), name) for each, (name, _) in zip(of_each, buffers, strict=True))
     if amount == 0:
         return None
-    name = buffers[int((places <= place).sum())][0]
     return Alarm(
         "batch-norm-buffers-differ",
         f"the running statistics of the ranks differ, most in {name} (by {amount:.3g} from their mean): nothing brings "

@@ -12,7 +12,7 @@ import numpy
 from numpy import ndarray
 
 from hf_accum_fix.monitor.robust import Cusum, normal_of_student
-from hf_accum_fix.monitor.two_ranks import ShiftOfTwo
+from hf_accum_fix.monitor.two_ranks import OF_NORMS, Belief, ShiftOfTwo
 
 #: Degrees of freedom of what is known exactly.
 MANY = 1e6
@@ -168,13 +168,17 @@ class Shifts:
     ranks do not wander, a small shift is found soon; where they do, only the ranks themselves show how far. A rank is
     named again where it is odd over a stretch twice as long. Two ranks are judged by `ShiftOfTwo`.
 
+    Args:
+        belief: of two ranks.
+
     Attributes:
         worst: the most unusual rank of the last reading; None before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, belief: Belief = OF_NORMS) -> None:
         self._cusums: dict[int, Cusum] = {}
-        self._spread, self._two, self._ranks = Spread(0), ShiftOfTwo(), list[int]()
+        self._belief, self._ranks = belief, list[int]()
+        self._spread, self._two = Spread(0), ShiftOfTwo(belief)
         self._past = deque[list[float]](maxlen=_PAST)
         self._named: dict[int, int] = {}
         self.worst: Deviation | None = None
@@ -191,7 +195,7 @@ class Shifts:
         """
         named = [each.rank for each in reading]
         if named != self._ranks:
-            self._spread, self._two, self._ranks = Spread(len(named)), ShiftOfTwo(), named
+            self._spread, self._two, self._ranks = Spread(len(named)), ShiftOfTwo(self._belief), named
             self._past.clear()
         if len(reading) == 2:
             its, self.worst = reading[0], max(reading, key=lambda each: each.difference)

@@ -16,7 +16,8 @@ before each log, or a mean in which a micro-batch of 3 tokens counts as much as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,10 +84,10 @@ class Moments:
         return math.sqrt(bessel * self.deviations_squared) / self.items
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(*(mine + theirs for mine, theirs in zip(self._values(), other._values(), strict=True)))
+        return Moments(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Moments) -> Moments:
-        return Moments(*(mine - theirs for mine, theirs in zip(self._values(), other._values(), strict=True)))
+        return Moments(*map(operator.sub, astuple(self), astuple(other)))
 
     def times(self, factor: float) -> Moments:
         """The same with every loss multiplied."""
@@ -96,9 +97,6 @@ class Moments:
             loss_squared=self.loss_squared * factor**2,
             loss_items=self.loss_items * factor,
         )
-
-    def _values(self) -> tuple[float, ...]:
-        return (self.micro_batches, self.items, self.loss, self.loss_squared, self.loss_items, self.items_squared)
 
 
 @dataclass(frozen=True)

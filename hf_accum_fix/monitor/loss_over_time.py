@@ -20,7 +20,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.robust import blocks, noise_sigma, theil_sen
+from hf_accum_fix.monitor.robust import error_of_mean, noise_sigma, slope_of_means, theil_sen
 
 if TYPE_CHECKING:
     from hf_accum_fix.monitor.loss import LossReading
@@ -45,8 +45,9 @@ class OfLoss:
 
 
 #: Logs in a mean: hard stretches of data pass sooner. Ratio to the mean before, or to the best, that is a jump; to the
-#: best that is divergence; to the best of every log in the mean; of two learning rates that is a rise.
-_LOGS, _JUMP, _FAR, _BACK, _RISE = 30, 1.5, 2.0, 1.2, 1.05
+#: best that is divergence; to the best of every log in the mean; of two learning rates that is a rise. Errors of a mean
+#: that the loss wanders by itself.
+_LOGS, _JUMP, _FAR, _BACK, _RISE, _WANDERS = 30, 1.5, 2.0, 1.2, 1.05, 5.0
 
 
 class LossTrend(OfLoss):
@@ -55,12 +56,14 @@ class LossTrend(OfLoss):
     Means of 30 logs are compared. It has jumped where it is 1.5 times the 30 logs before. It diverges where it has
     jumped to twice its best and at least halfway back to the first log, or is above that, and its later half is no
     lower than its earlier: data that are new, or harder, are learned. No log of the mean is near the best, so that no
-    spikes and no hard stretches of data count. Told once; again where the loss has doubled since, or has recovered in
-    between.
+    spikes and no hard stretches of data count. Where logs are correlated, as with difficulty that persists for some, a
+    mean of 30 is one of few: it has to be above the best by five errors, as stretches of 30 logs show them (all but the
+    largest, which may hold the jump). Told once; again where the loss has doubled since, or has recovered in between.
     """
 
     def __init__(self) -> None:
         self._logs = deque[tuple[float, float]](maxlen=2 * _LOGS)
+        self._count, self._errors = 0, list[float]()
         self._first, self._best, self._jumped, self._diverged = math.nan, math.inf, math.inf, math.inf
 
     def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
@@ -76,6 +79,9 @@ class LossTrend(OfLoss):
             return None
         now = fmean(last)
         self._best = best = min(self._best, now)
+        self._count += 1
+        if self._count % _LOGS == 1 and min(last) > 0:
+            self._errors.append(error_of_mean([math.log(its) for its in last]))
         if now < _BACK * best:
             self._jumped = self._diverged = math.inf
         if not now > _JUMP * best > 0 or min(last) < _BACK * best:
@@ -83,7 +89,9 @@ class LossTrend(OfLoss):
         levels = f"{now:.4g} over the last {_LOGS} logs, {best:.4g} at its best, {self._first:.4g} in the first log"
         learns = fmean(last[_LOGS // 2 :]) < fmean(last[: _LOGS // 2])
         jumped = len(earlier) == _LOGS and now > _JUMP * fmean(earlier)
-        far = now > max(_FAR * best, (self._first + best) / 2) and (jumped or now > self._first)
+        errors = sorted(self._errors)[:-1]
+        wanders = math.exp(_WANDERS * math.sqrt(2 * fmean(its**2 for its in errors))) if errors else 1.0
+        far = now > max(_FAR * best, wanders * best, (self._first + best) / 2) and (jumped or now > self._first)
         if far and not learns and not now / 2 < self._diverged < math.inf:
             self._jumped = self._diverged = now
             return Alarm(
@@ -234,10 +242,7 @@ class LossStall(OfLoss):
         self._rates.append(rate)
         if len(self._logs) < _JUDGED or not all(0 < its < math.inf for its in self._logs):
             return None
-        parts = blocks(_JUDGED, _BLOCKS)
-        slope = theil_sen(
-            [fmean(part) for part in parts], [fmean(self._logs[i] for i in part) for part in parts], 0.999
-        )
+        slope = slope_of_means(range(_JUDGED), self._logs, _BLOCKS, 0.999)
         mean, first = fmean(self._logs), fmean(self._logs[:_FIRST])
         error = noise_sigma(self._logs) / math.sqrt(_FIRST)
         fell_at_once = first - mean > max(_ABOVE * mean, _ERRORS * error)

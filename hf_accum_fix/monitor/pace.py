@@ -85,10 +85,7 @@ class Pace(Gathered[PaceReading]):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        ranks: Ranks | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, model: nn.Module, ranks: Ranks | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._ranks, self._clock = ranks or TorchRanks(), clock
         self._began = self._ready = clock()

@@ -9,7 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, median
+from itertools import pairwise
+from statistics import NormalDist, fmean, median
 
 #: The standard deviation of a normal sample over its median absolute deviation: 1 / Phi^-1(3/4).
 SIGMA_PER_MAD = 1.482602218505602
@@ -61,6 +62,21 @@ def noise_of_means(values: Sequence[float]) -> float:
         expected = (1.0 + r) * (3.0 - r * r) / (3.0 - r)
         low, high = (r, high) if expected < (over_two / over_one) ** 2 else (low, r)
     return over_one * math.sqrt((1.0 + low) / (2.0 * (3.0 - low))) / (1.0 - low)
+
+
+def error_of_mean(values: Sequence[float]) -> float:
+    """Standard error of the mean of a series whose neighbours are correlated; a trend counts as correlation.
+
+    ``s / sqrt(n) * sqrt((1 + r) / (1 - r))`` with the correlation r of neighbours, here between 0 and 0.9.
+
+    Source: as `noise_of_means`; n (1 - r) / (1 + r) is the effective sample size.
+    """
+    mean = fmean(values)
+    rest = [value - mean for value in values]
+    squares = sum(its * its for its in rest)
+    together = sum(before * after for before, after in pairwise(rest))
+    r = min(max(together / squares, 0.0), 0.9) if squares else 0.0
+    return math.sqrt(squares / (len(values) - 1) / len(values) * (1 + r) / (1 - r))
 
 
 def _second_difference(values: Sequence[float], lag: int) -> float:
@@ -122,6 +138,12 @@ def blocks(count: int, parts: int) -> list[range]:
     """``count`` consecutive places split into at most ``parts`` ranges of nearly equal length, none empty."""
     parts = min(parts, count)
     return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
+def slope_of_means(x: Sequence[float], y: Sequence[float], parts: int, confidence: float = 0.95) -> Slope:
+    """`theil_sen` over the means of blocks: a long series is quick, and correlated neighbours count as one."""
+    of = blocks(len(x), parts)
+    return theil_sen([fmean(x[i] for i in part) for part in of], [fmean(y[i] for i in part) for part in of], confidence)
 
 
 def normal_of_student(t: float, degrees_of_freedom: float) -> float:

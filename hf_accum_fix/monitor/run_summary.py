@@ -20,7 +20,7 @@ from hf_accum_fix.monitor.robust import (
     median_and_sigma,
     noise_of_means,
     noise_sigma,
-    theil_sen,
+    slope_of_means,
 )
 from hf_accum_fix.monitor.run_logs import GUESS, PREFIX, Run, Series
 
@@ -251,16 +251,9 @@ def _of_memory(memory: Mapping[str, tuple[Trend, int]]) -> Iterator[Alarm]:
 
 
 def _slope_of_second_half(series: Series) -> Slope | None:
-    """Slope over block means, so that a long run is quick and correlated neighbours count as one."""
     half = len(series) // 2
     steps, values = series.steps[half:], series.values[half:]
-    if len(set(steps)) < ENOUGH:
-        return None
-    parts = blocks(len(steps), _POINTS)
-    return theil_sen(
-        [fmean(steps[place] for place in part) for part in parts],
-        [fmean(values[place] for place in part) for part in parts],
-    )
+    return slope_of_means(steps, values, _POINTS) if len(set(steps)) >= ENOUGH else None
 
 
 def _gradients(run: Run) -> GradientNorms | None:

@@ -57,12 +57,7 @@ class StageBalance(Gathered[StageBalanceReading]):
         clock: seconds; None: CUDA events where the stage lies on a GPU, else the host's.
     """
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        ranks: Ranks | None = None,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
+    def __init__(self, stage: nn.Module, ranks: Ranks | None = None, clock: Callable[[], float] | None = None) -> None:
         self._ranks = ranks or TorchRanks()
         on_gpu = any(parameter.is_cuda for parameter in stage.parameters())
         self._now: Callable[[], Any] = clock or (_event if on_gpu else time.perf_counter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy
 from numpy import ndarray
@@ -10,19 +11,42 @@ from numpy import ndarray
 #: Believed of two ranks: the chance that their levels do not wander; else, with equal chances, the deviation of the
 #: levels' difference, in errors of a reading, and the correlation of one reading's level with the next one's.
 _STEADY, _WANDER, _CORRELATION = 0.97, (2.0, 5.0), (0.0, 0.7, 0.93)
-#: The chance that the level is drawn anew at times instead; how often; with which deviation.
-_JUMPING, _OFTEN, _JUMP = 0.001, 0.15, 6.0
-#: Deviation of a shift, in errors; difference above which its logarithm counts, since large ones vary in proportion;
-#: the largest.
-_SHIFT, _LARGE, _LARGEST = 3.0, 3.0, 12.0
-#: How a shift goes on: readings over which it rises as the model learns, and whether it is constant in the unit of the
-#: values, else in errors; where it is there from the first reading, and else.
-_FROM_THE_FIRST, _LATER = ((0.0, True), (2.0, True), (0.0, False)), ((0.0, False),)
-#: Readings up to a false alarm; fewest readings in all, and since a shift; last readings at which one may have begun.
-_PER_FALSE_ALARM, _FEWEST, _FEWEST_SINCE, _LAST = 1_000, 8, 5, 64
+#: How often a level that is drawn anew at times is, and with which deviation, in errors of a reading.
+_OFTEN, _JUMP = 0.15, 5.0
+#: Difference above which its logarithm counts, since large ones vary in proportion; the largest.
+_LARGE, _LARGEST = 3.0, 60.0
+#: Readings up to a false alarm; fewest since a shift; last readings at which one may have begun.
+_PER_FALSE_ALARM, _FEWEST_SINCE, _LAST = 1_000, 5, 64
+#: Readings over which a shift rises that is there at once.
+_AT_ONCE = 1e-9
 #: How many times as likely a shift is from the first reading as from any other; readings in which one that is constant
 #: in the unit of the values is looked for.
 _AT_FIRST, _EARLY = 20.0, 24
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is believed of a quantity of two ranks before it is seen.
+
+    Attributes:
+        jumping: the chance that the level of a healthy rank is drawn anew at times.
+        fewest: readings before the first judgement.
+        shift: deviation of the shift of a fault that begins later than the first reading, in errors.
+        from_the_first: of a fault that is there from the first reading, each as likely as another: deviation of its
+            shift, readings over which it rises as the model learns, and whether it is then constant in the unit of the
+            values, else in errors.
+    """
+
+    jumping: float
+    fewest: int
+    shift: float
+    from_the_first: tuple[tuple[float, float, bool], ...]
+
+
+#: The loss follows the difficulty of the data, which may persist for logs, and a fault moves it far; the norm of a
+#: gradient does so less.
+OF_LOSSES = Belief(0.15, 10, 5.0, tuple((5.0, rises, in_values) for rises in (0.0, 1.0) for in_values in (True, False)))
+OF_NORMS = Belief(0.025, 8, 3.0, tuple((size, 0.0, in_values) for size in (3.0, 12.0) for in_values in (True, False)))
 
 
 class ShiftOfTwo:
@@ -43,21 +67,21 @@ class ShiftOfTwo:
     detection of jumps" (how a shift shows in a filter's innovations).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, belief: Belief = OF_NORMS) -> None:
+        self._belief = belief
         wandering = [(rho, sigma) for rho in _CORRELATION for sigma in _WANDER]
         self._rho, sigma = numpy.array([(0.0, 0.0), *wandering]).T
         self._variance = self._uncertain = sigma**2
         self._weight = numpy.log([_STEADY] + [(1 - _STEADY) / len(wandering)] * len(wandering))
         self._level = numpy.zeros(len(sigma))
-        self._jumps = _Jumps()
-        # Of each possible shift: its first reading, how it goes on, and per explanation what the filter takes of it for
-        # the level, its precision, and its precision times its mean.
-        self._began, self._rises, self._in_values = numpy.empty((3, 0))
-        self._taken, self._precision, self._pull = numpy.empty((3, 0, len(sigma)))
+        self._jumps = _Jumps(belief.jumping)
+        # Of each possible shift: its first reading, its size, how it goes on; and per explanation what the filter takes
+        # of it for the level, its precision, and its precision times its mean.
+        self._shifts, self._seen = numpy.empty((4, 0)), numpy.empty((3, 0, len(sigma)))
         self._count, self._alarms, self._first_error = 0, 0, 0.0
 
     def add(self, deviate: float, error: float, tolerance: float = 0.0) -> bool:
-        """Whether the two ranks have shifted, with this reading; not before the eighth.
+        """Whether the two ranks have shifted, with this reading.
 
         Args:
             deviate: difference of the two, in its errors.
@@ -70,10 +94,13 @@ class ShiftOfTwo:
         shift = self._shifts_now(error)
         variance = self._uncertain + 1
         gain = self._uncertain / variance
-        seen, innovation = shift[:, None] - self._taken, value - self._level
-        self._precision = self._precision + seen**2 / variance
-        self._pull = self._pull + seen * innovation / variance
-        self._taken = self._rho * (self._taken + gain * seen)
+        taken, precision, pull = self._seen
+        seen, innovation = shift[:, None] - taken, value - self._level
+        self._seen = numpy.stack([
+            self._rho * (taken + gain * seen),
+            precision + seen**2 / variance,
+            pull + seen * innovation / variance,
+        ])  # fmt: skip
         self._level = self._rho * (self._level + gain * innovation)
         self._uncertain = self._rho**2 * self._uncertain * (1 - gain) + (1 - self._rho**2) * self._variance
         self._weight = self._weight - (innovation**2 / variance + numpy.log(variance)) / 2
@@ -81,45 +108,41 @@ class ShiftOfTwo:
         total = numpy.logaddexp(numpy.logaddexp.reduce(self._weight), self._jumps.weight)
         self._weight, self._jumps.weight = self._weight - total, self._jumps.weight - total
         wanted = math.log(_PER_FALSE_ALARM) * (1 + self._alarms)
-        if self._count < _FEWEST or not self._evidence(shift, tolerance / error if error else 0.0) > wanted:
+        if self._count < self._belief.fewest or not self._evidence(shift, tolerance / error if error else 0.0) > wanted:
             return False
         self._alarms += 1
-        self._keep(numpy.zeros(len(self._began), dtype=bool))
+        self._shifts, self._seen = self._shifts[:, :0], self._seen[:, :0]
         return True
 
     def _shifts_now(self, error: float) -> ndarray:
         """Size in errors of each possible shift, one that begins now included."""
-        started = _FROM_THE_FIRST if self._count == 1 else _LATER
-        self._keep(self._began > self._count - _LAST)
-        self._began = numpy.append(self._began, [self._count] * len(started))
-        self._rises = numpy.append(self._rises, [rises for rises, _ in started])
-        self._in_values = numpy.append(self._in_values, [in_values for _, in_values in started])
-        new = numpy.zeros((len(started), len(self._rho)))
-        of_each = (self._taken, self._precision, self._pull)
-        self._taken, self._precision, self._pull = (numpy.concatenate([its, new]) for its in of_each)
-        age, rises = self._count - self._began + 1, self._rises
-        risen = numpy.where(rises > 0, 1 - numpy.exp(-age / numpy.where(rises > 0, rises, 1.0)), 1.0)
+        started = self._belief.from_the_first if self._count == 1 else ((self._belief.shift, 0.0, False),)
+        recent = self._shifts[0] > self._count - _LAST
+        new = numpy.transpose([(self._count, *how) for how in started])
+        self._shifts = numpy.hstack([self._shifts[:, recent], new])
+        self._seen = numpy.hstack([self._seen[:, recent], numpy.zeros((3, len(started), len(self._rho)))])
+        began, size, rises, in_values = self._shifts
+        risen = 1 - numpy.exp(-(self._count - began + 1) / numpy.maximum(rises, _AT_ONCE))
         shrunk = self._first_error / error if error else 1.0
-        return _SHIFT * risen * numpy.where(self._in_values, shrunk, 1.0)
+        now: ndarray = size * risen * numpy.where(in_values, shrunk, 1.0)
+        return now
 
     def _evidence(self, shift: ndarray, tolerance: float) -> float:
         """Log of the sum of the Bayes factors of all possible shifts."""
-        age = self._count - self._began + 1
-        if not any(judged := numpy.where(self._in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
+        began, _, _, in_values = self._shifts
+        _, precision, pull = self._seen
+        age = self._count - began + 1
+        if not any(judged := numpy.where(in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
             return -math.inf
         # Shifts that nobody would act upon count as none.
         most = (tolerance / shift)[:, None]
-        small = numpy.clip(self._pull / self._precision, -most, most)
-        none = small * (self._pull - small * self._precision / 2)
-        shifted = (self._pull**2 / (self._precision + 1) - numpy.log(self._precision + 1)) / 2
+        small = numpy.clip(pull / precision, -most, most)
+        none = small * (pull - small * precision / 2)
+        shifted = (pull**2 / (precision + 1) - numpy.log(precision + 1)) / 2
         healthy = numpy.logaddexp(numpy.logaddexp.reduce(self._weight + none, axis=1), self._jumps.weight)
         factors = numpy.logaddexp.reduce(self._weight + shifted, axis=1) - healthy
-        likely = numpy.where(self._began == 1, math.log(_AT_FIRST / len(_FROM_THE_FIRST)), 0.0)
+        likely = numpy.where(began == 1, math.log(_AT_FIRST / len(self._belief.from_the_first)), 0.0)
         return float(numpy.logaddexp.reduce((factors + likely)[judged]))
-
-    def _keep(self, which: ndarray) -> None:
-        self._began, self._rises, self._in_values = self._began[which], self._rises[which], self._in_values[which]
-        self._taken, self._precision, self._pull = self._taken[which], self._precision[which], self._pull[which]
 
 
 def _compressed(deviate: float) -> float:
@@ -133,8 +156,8 @@ class _Jumps:
     Source: Ackerson and Fu 1970, "On state estimation in switching environments".
     """
 
-    def __init__(self) -> None:
-        self.weight = math.log(_JUMPING)
+    def __init__(self, chance: float) -> None:
+        self.weight = math.log(chance)
         self._level, self._uncertain, self._often = 0.0, _JUMP**2, 0.0
 
     def add(self, value: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer
+from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.callbacks import (
     GradientNormCallback,
     LossCallback,
@@ -32,6 +34,7 @@ from hf_accum_fix.monitor.callbacks import (
 )
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.loss_over_time import LossTrend
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.ranks import fingerprint
 
@@ -335,6 +338,23 @@ def test_every_step_is_clipped_where_the_bar_is_low(tmp_path: Path) -> None:
     its.add_callback(GradientNormCallback(its))
     its.train()
     assert [row["hf_accum_fix/clipped_steps_share"] for row in logged(its)] == [1.0, 1.0]
+
+
+def test_the_loss_is_judged_by_the_trainers_own_schedule(tmp_path: Path) -> None:
+    """A learning rate that restarts, and epochs, decide what a swing is: see test_loss_over_time."""
+    its = trainer(tmp_path, max_steps=12, logging_steps=3, learning_rate=1e-3, lr_scheduler_type="linear")
+    callback, seen = LossCallback(its), list[tuple[float, float]]()
+
+    class Recorder(LossTrend):
+        def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
+            seen.append((rate, epoch))
+            return None
+
+    callback._trends = (Recorder(),)  # type: ignore[assignment]
+    its.add_callback(callback)
+    its.train()
+    assert seen == [(row["learning_rate"], row["epoch"]) for row in logged(its)] and len(seen) == 4
+    assert len({rate for rate, _ in seen}) == 4
 
 
 def test_items_of_a_micro_batch() -> None:

@@ -1,4 +1,4 @@
-"""Two ranks, of which one is off: found soon, from the first log or later, at no more false alarms."""
+"""A rank that is off, of two and of four: found soon, from the first log or later, at no more false alarms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_accum_fix.monitor.deviation import Deviation
 from hf_accum_fix.monitor.two_ranks import ShiftOfTwo
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-from monitor_audit import judged, rank_firsts
+from monitor_audit import MONITORS, judged, rank_firsts
 from simulated_runs import HEALTHY, PLANTED
 
 #: Not the audit's; one of those that settings for two ranks were chosen on.
@@ -81,20 +81,33 @@ def test_a_fault_that_comes_later_does_not_hide_itself(fault: str, since: int) -
     assert delay(f"{fault}, 2 ranks, from log {since}", BY[fault] + 1) <= BY[fault]
 
 
+#: Of four ranks, after which so many logs are enough for each fault.
+BY_OF_FOUR = {
+    "shuffled from log 60": 4,
+    "a quarter shuffled from log 60": 4,
+    "inputs x1.5 from log 60": 30,
+    "gradient x1.5 from log 60": 10,
+    "gradient zero from log 60": 2,
+    "loss nan from log 60": 1,
+    "duplicates from log 60": 3,
+}
+
+
+@pytest.mark.parametrize("fault", BY_OF_FOUR)
+def test_one_of_four_ranks_is_found_late_in_a_run_as_well(fault: str) -> None:
+    assert delay(fault, BY_OF_FOUR[fault] + 1) <= BY_OF_FOUR[fault]
+
+
 @pytest.mark.parametrize("name", ["plain, 2 ranks", "ragged, 2 ranks"])
 def test_healthy_ranks_are_left_alone(name: str) -> None:
     runs = judged(HEALTHY[name], 8, 125, SEED)
     assert sum(len(run.rank_loss + run.rank_gradients) for run in runs) <= 1
 
 
-#: Where ranks differ for a hundred steps, two ranks cannot know that it is no fault; see the README.
-UNKNOWABLE = "for 100, strong, 2 ranks"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in HEALTHY if name != UNKNOWABLE])
+@pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_has_at_most_one_false_alarm_in_a_thousand_logs(name: str) -> None:
     runs = judged(HEALTHY[name], 4, 500, SEED + 1)
-    for monitor in ("rank_loss", "rank_gradients", "gradient_norm"):
+    for monitor in MONITORS:
         # One in 1,000 is two in these 2,000; a Poisson count of mean two is above five in 2 of 100.
         assert sum(len(getattr(run, monitor)) for run in runs) <= 5, monitor

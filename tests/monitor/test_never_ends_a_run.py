@@ -140,6 +140,12 @@ def test_a_nan_on_the_last_stage_is_said_of_it_alone() -> None:
     assert alarm is not None and "rank 2" in alarm.message and "others" not in alarm.message
 
 
+def test_a_nan_on_every_rank_is_said_of_no_other() -> None:
+    alarm = RankLoss().judge(LossReading((BROKEN, BROKEN)))
+    assert alarm is not None and alarm.kind == "loss-not-finite"
+    assert alarm.message.startswith("the loss is not finite on any rank; look at")
+
+
 def test_a_nan_is_held_against_the_ranks_that_have_a_loss() -> None:
     alarm = RankLoss().judge(LossReading((Moments(), FULL, BROKEN)))
     assert alarm is not None and alarm.kind == "rank-loss-not-finite-2"

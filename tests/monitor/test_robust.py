@@ -13,6 +13,7 @@ from scipy import stats
 from hf_accum_fix.monitor.robust import (
     Cusum,
     blocks,
+    error_of_mean,
     median_and_sigma,
     noise_of_means,
     noise_sigma,
@@ -70,7 +71,10 @@ def test_the_error_of_a_mean_under_autocorrelation(correlation: float) -> None:
     for place in range(1, len(series)):
         series[place] += correlation * series[place - 1]
     found = noise_of_means(series.tolist()) / math.sqrt(100)
-    assert found == pytest.approx(series.reshape(-1, 100).mean(axis=1).std(), rel=0.2)
+    spread = series.reshape(-1, 100).mean(axis=1).std()
+    assert found == pytest.approx(spread, rel=0.2)
+    # Of 100 values that are all there are, a little less.
+    assert fmean(map(error_of_mean, series.reshape(-1, 100).tolist())) == pytest.approx(spread, rel=0.2)
 
 
 @pytest.mark.parametrize("freedom", [1, 3, 10, 100])

@@ -51,6 +51,27 @@ def test_a_healthy_loss_is_not(name: str) -> None:
     assert told(curve) == []
 
 
+def diverged(losses: numpy.ndarray) -> list[int]:
+    """Logs at which a loss is called diverged: an alarm, no observation."""
+    trend = LossTrend()
+    judged = [trend.add(loss) for loss in losses.tolist()]
+    return [log for log, alarm in enumerate(judged, start=1) if alarm is not None and not alarm.observation]
+
+
+def test_a_loss_that_wanders_by_itself_has_to_rise_further() -> None:
+    """Difficulty that persists for some five logs: a mean of 30 is one of six."""
+    false, delays = 0, []
+    for seed in range(20):
+        draw = numpy.random.default_rng(seed)
+        since = numpy.maximum.accumulate(numpy.where(draw.random(600) < 0.2, numpy.arange(600), 0))
+        wandering = numpy.exp(0.6 * draw.normal(size=600)[since] + 0.1 * draw.normal(size=600))
+        false += len(diverged(wandering))
+        wandering[300:] *= 20
+        delays.append(next(log for log in diverged(wandering) if log > 300) - 300)
+    # Without an eye for that, 18 in these 12,000 logs.
+    assert false <= 8 and max(delays) <= 40
+
+
 def kinds(norms: numpy.ndarray, max_norm: float | None = None) -> list[tuple[int, str]]:
     """Steps and kinds of the alarms, at logs of ten steps."""
     monitor, found = GradientNorm(max_norm), []

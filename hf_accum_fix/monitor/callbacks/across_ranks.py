@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, WrappedModelCallback
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.ranks import Ranks, alike
 from hf_accum_fix.monitor.replicas import Replicas
@@ -80,21 +80,14 @@ class BatchNormCallback(MonitorCallback):
         self.say(compare_buffers(self.trainer.model_wrapped, self.ranks, steps))
 
 
-class PaceCallback(MonitorCallback):
+class PaceCallback(WrappedModelCallback):
     """`Pace`: the rank that keeps the others waiting. Nothing on one process."""
 
     alarms_name = "pace_alarms"
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
-        super().__init__(trainer, ranks)
-        self._of: Any = None
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def watch(self, model: Any) -> Pace:
         """Listen to the model as it is called."""
-        super().on_train_begin()
-        if self.ranks.size > 1 and self._of is not self.trainer.model_wrapped:
-            self._of = self.trainer.model_wrapped
-            self.monitor = Pace(self._of, self.ranks)
+        return Pace(model, self.ranks)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """A step has ended."""

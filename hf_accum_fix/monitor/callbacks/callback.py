@@ -90,6 +90,31 @@ class MonitorCallback(TrainerCallback):
             logger.warning("not watched by %s: %s", type(self).__name__, error)
 
 
+class WrappedModelCallback(MonitorCallback):
+    """Base: what is read over the ranks watches the wrapped model, which exists when training begins."""
+
+    _model: Any = None
+
+    def watch(self, model: Any) -> Gathered[Any] | None:
+        """The monitor of this model.
+
+        Raises:
+            UnsupportedSetupError: if it cannot watch the model.
+        """
+        raise NotImplementedError
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Watch the model, on several processes; log where it cannot be watched."""
+        super().on_train_begin()
+        model = self.trainer.model_wrapped
+        if self.ranks.size > 1 and self._model is not model:
+            self._model, self.monitor = model, None
+            try:
+                self.monitor = self.watch(model)
+            except UnsupportedSetupError as error:
+                self.not_watched(error)
+
+
 class _SharedLog:
     """The callbacks of one trainer, whose readings are made of one sum over the ranks a log."""
 

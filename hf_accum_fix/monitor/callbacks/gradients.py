@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings, WrappedModelCallback
 from hf_accum_fix.monitor.callbacks.loss import labels_counted
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.noise_scale import NoiseScale
@@ -56,27 +55,16 @@ class GradientNormCallback(MonitorCallback):
         self._items = self._items + labels_counted(inputs)
 
 
-class RankGradientsCallback(MonitorCallback):
+class RankGradientsCallback(WrappedModelCallback):
     """`RankGradients`: the gradient norm of each rank before DDP averages it. Nothing on one process."""
 
     alarms_name = "rank_gradient_alarms"
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
-        super().__init__(trainer, ranks)
-        self._gradients = RankGradients(self.ranks)
-        self.monitor = self._gradients if self.ranks.size > 1 else None  # Of one process none is off.
-        self._attached_to: Any = None
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Register with DDP; log that nothing is watched without DDP, or where DDP has a hook already."""
-        super().on_train_begin()
-        model = self.trainer.model_wrapped
-        if self._attached_to is not model and (self.ranks.size > 1 or isinstance(model, DistributedDataParallel)):
-            self._attached_to = model
-            try:
-                self._gradients.attach(model)
-            except UnsupportedSetupError as error:
-                self.not_watched(error)
+    def watch(self, model: Any) -> RankGradients:
+        """Register with DDP, which has to be there, and to have no hook yet."""
+        gradients = RankGradients(self.ranks)
+        gradients.attach(model)
+        return gradients
 
 
 class NoiseScaleCallback(MonitorCallback):
