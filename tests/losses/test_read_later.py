@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 import hf_accum_fix
 from hf_accum_fix import observations
 from hf_accum_fix.core import window
+from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.overrides.training import EXACT_WINDOWS
 from tests.trainers.runs import Ordered
@@ -87,9 +88,9 @@ def test_counts_that_differ_are_read_with_the_log_and_corrected_from_there(
     args = _arguments(tmp_path, steps, logging_steps=LOGGED, max_steps=STEPS, learning_rate=0.0)
     data: Any = [_sample(place, steps) for place in range(2 * STEPS * steps)]
     trainer, corrected = _trained(LeavesOut(), args, data, monkeypatch)
-    # The log is of a step that has been taken, so that the next window is the first that can be corrected. The mean of
-    # the only micro-batch is right as it is.
-    assert corrected == (list(range(LOGGED + 1, STEPS + 1)) if steps > 1 else [])
+    # The first windows are corrected unread. The log is of a step that has been taken, so that the next window is the
+    # first of the others that can be corrected. The mean of the only micro-batch is right as it is.
+    assert corrected == ([*range(1, ATTEMPTS + 1), *range(LOGGED + 1, STEPS + 1)] if steps > 1 else [])
     logged = [row.get(EXACT_WINDOWS) for row in trainer.state.log_history if "loss" in row]
     assert logged == ([None] * 2 if steps == 1 else [BEFORE, STEPS - (LOGGED - BEFORE)])
     assert observations.recorded()[-1]["inexact_windows"] == (LOGGED - BEFORE if steps > 1 else 0)

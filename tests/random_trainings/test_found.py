@@ -226,6 +226,8 @@ FOUND = EXACT | found("""
       two-terms-kind super-and-teacher-normalised wide empty,alike 4x2 seed=33793 declares-false loop
     a term over the number and its sum with another
       two-terms-number super-over-itself names ragged,alike,whole 1x8 seed=56903
+    a sum of which only one part of the samples has a target
+      sum-of-classes masked-in-prepare no-mask empty 2x4 seed=46512
     a sum of two over itself
       number-and-z super-and-teacher-normalised no-mask alike,alike,empty 3x3 seed=44320
 """)
@@ -257,6 +259,10 @@ FOUND_ON_TWO = found("""
       mean-and-kind-zero-first smoothing right empty,alike,alike 4x1 seed=32030
     a term averaged, times one over the number, which keeps stock's number
       number super-and-teacher-stop-gradient wide whole,empty,whole 2x3 seed=64576 ranks=2
+    a mean over the rows that have a target, mispredicted in the first window
+      mean-in-float32 super-by-rows right empty 2x2 seed=28670 ranks=2
+    ranks of which none has seen anything of a changed loss
+      weights-by-hand super-and-teacher-alternating wide whole,alike,empty,empty 4x1 seed=64018 declares-false ranks=2
     a target that only unshifted labels have
       number-of-tokens own-by-hand left rare 1x4 seed=62136
 """)
