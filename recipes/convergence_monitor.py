@@ -5,7 +5,7 @@ r"""Plain DistributedDataParallel training with every monitor on, and one plante
     accelerate launch --cpu recipes/convergence_monitor.py --fault leak         # starts its two ranks itself
     accelerate launch --num_processes 4 recipes/convergence_monitor.py          # on 4 GPUs
     torchrun --nproc_per_node 2 recipes/convergence_monitor.py --overhead       # what all of them cost
-    python recipes/convergence_monitor.py --audit                               # false alarms, delays; 15 minutes
+    python recipes/convergence_monitor.py --audit                               # false alarms, delays; 5 to 15 minutes
 
 A small convolutional network learns scikit-learn's handwritten digits, with gradient accumulation. The faults, each on
 the last rank where it is one of a rank:
