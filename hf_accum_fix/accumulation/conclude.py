@@ -459,8 +459,11 @@ def _tested_mean(
             # Smoothed labels: as many classes as positions.
             doubt = f"{whole.name} is a mean over {by_class:g} classes of its items, or over all positions"
             return candidate.judged(doubt, rules=others, times=by_class)
-        # A mean that includes padding is treated as a router loss (Bamba's z-loss).
-        return candidate.judged(how=How.ROUTER, rules=rules[:1], times=times)
+        # Bamba's z-loss; it is treated as a router loss.
+        doubt = (
+            f"{whole.name} is a mean over all positions, with padding among them, and depends on how they are padded"
+        )
+        return candidate.judged(doubt, how=How.ROUTER, rules=rules[:1], times=times)
     if not compared.apart and whole.term.readable and (rules or whole.term.divides):
         return candidate.judged(rules=rules, times=times)
     samples, rows = [sample_count(batch) for batch in batches], [each.term.rows for each in candidate.seen]
@@ -479,11 +482,12 @@ def _tested_mean(
         keeps = bool(compared.by_number and rules)
         return candidate.judged(_COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules, times=times)
     doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
-    for at in (at for at in candidate.spec.counts if at < whole.term.path.above):
-        shared = [each.factors[at] for each in candidate.seen]
-        if not is_near(shared[0], shared[1] + shared[2], 1e-5):
-            # (a + b) / (a + b).detach() may add up where both have as many items.
-            doubt = "one number that is no count divides several of its terms"
+    shared = [
+        [each.factors[at] for each in candidate.seen] for at in candidate.spec.counts if at < whole.term.path.above
+    ]
+    if any(not is_near(a, b + c, 1e-5) for a, b, c in shared):
+        # (a + b) / (a + b).detach() may add up where both have as many items.
+        doubt = "one number that is no count divides several of its terms"
     return candidate.judged(doubt, rules=rules, times=times)
 
 

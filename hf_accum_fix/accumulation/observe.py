@@ -15,10 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import Gather, SyncedRanks
+from hf_accum_fix.accumulation.choose import Choice
 from hf_accum_fix.accumulation.conclude import (
     NUMBERS,
-    OF_THE_SPLIT,
-    OTHER_TERMS,
     SHOWN,
     Comparison,
     Setting,
@@ -27,7 +26,7 @@ from hf_accum_fix.accumulation.conclude import (
     upstream_first,
     without_number,
 )
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.loss_graph import read
@@ -128,44 +127,31 @@ class _Observation:
 
     def _compared(self) -> LossContract:
         """The contract by the first split of the samples that shows the loss."""
-        found: LossContract | None = None
-        failure: Exception | None = None
-        search, settled, basis = splits(self.window), False, ""
-        split, of_kind = next(search), dict[str, tuple[LossContract, Reading]]()
+        choice, settled = Choice(self.setting.has_stock, self.sharded), False
+        # Where the ranks meet in every forward, a part that a model cannot run would end the training.
+        search = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
+        split = next(search)
         while self.ranks.any(not settled):
             readings, by_number = list[Reading](), False
             try:
                 readings, by_number = self._three(split)
             except Exception as error:
-                failure = failure or error
                 # Running out of memory on an unchanged micro-batch would happen in training, too.
                 if self.sharded or (out_of_memory(error) and any(split.whole is batch for batch in self.window)):
                     raise
+                choice.note_failure(split, error)
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
             self._note_writes(split, readings)
             self._note_draws(split, readings)
             self._restore()
             if readings and not settled:
-                again = found is not None
+                again = choice.found is not None
                 compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number)
-                latest, whole = conclude(compared), readings[0]
-                if split.kind:
-                    latest, whole = of_kind[split.kind] = _of_one_kind(of_kind.get(split.kind), latest, whole)
-                if split.decides or found is None or not _may_be_the_split(found):
-                    confirmed = found is not None and found.is_guess and latest.conclusive
-                    before, basis = basis, split.kind
-                    of_the_same = failure is not None and bool(before) and before == basis
-                    found = latest if of_the_same else _better(found, latest, split, has_stock=self.setting.has_stock)
-                    self.whole = whole if found is latest or not hasattr(self, "whole") else self.whole
-                    settled = self.sharded or confirmed or _is_clear(found, split)
-                    # If a split failed, one of another kind may look clear by chance.
-                    settled = settled and (self.sharded or split.decides or failure is None)
+                settled = choice.take(split, conclude(compared), readings[0])
             following = None if settled else next(search, None)
-            settled = following is None or bool(found and not following.shows_coupling and _has_shown(found))
+            settled = following is None or choice.needs_no(following)
             split = split if settled or following is None else following
-        if found is None:
-            assert failure is not None
-            raise failure
+        found, self.whole = choice.made()
         return found
 
     def _three(self, split: Split) -> tuple[list[Reading], bool]:
@@ -284,64 +270,10 @@ class _Observation:
         self.loss.model.train()
 
 
-def _is_clear(found: LossContract, split: Split) -> bool:
-    """Whether a contract needs no further split."""
-    other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
-    seen = not (found.unseen or found.is_guess)
-    return other_tasks or (_has_shown(found) and not _may_be_the_split(found) and seen)
-
-
 def _divides_unseen(alone: float, passed: float) -> bool:
     """Whether a loss with a hidden divisor is a mean without the number, and the sum over the number with it."""
     items = SHOWN * passed / alone if alone else 0.0
     return items >= 1 and abs(items - round(items)) <= 1e-3
-
-
-def _of_one_kind(
-    before: tuple[LossContract, Reading] | None, latest: LossContract, whole: Reading
-) -> tuple[LossContract, Reading]:
-    """Of two splits of a kind, the contract that shows that the split matters: the other may by chance not show it.
-
-    ``whole``: the forward that it was concluded from.
-    """
-    if before is not None:
-        first, _ = before
-        if first.coupled or first.doubt.endswith(OTHER_TERMS):
-            return before
-        if [(each.shape, each.place) for each in first.terms] != [(each.shape, each.place) for each in latest.terms]:
-            doubt = latest.doubt or f"another split of the samples shows other terms {OTHER_TERMS}"
-            latest = replace(latest, doubt=doubt)
-    return latest, whole
-
-
-def _better(found: LossContract | None, latest: LossContract, split: Split, *, has_stock: bool) -> LossContract:
-    """The better of two contracts, from one more split of the samples; ``has_stock`` as in `Setting`."""
-    if found is None:
-        return latest
-    if found.unseen and latest.conclusive and not latest.unseen and split.apart:
-        return latest
-    if found.unseen or (found.is_guess and not latest.conclusive):
-        return _doubted(found, latest.doubt) if latest.doubt.endswith(OTHER_TERMS) else found
-    if found.is_guess:
-        # A sum, or a count without a rule, may fit one split by chance: a second one has to confirm it.
-        alike = [each.form for each in latest.terms] == [each.form for each in found.terms]
-        if not alike and split.pads:
-            # Padding has no part in any weight.
-            return replace(_doubted(found, _PADDED), keeps_scale=has_stock)
-        return found if alike else _doubted(found, _ONE_SPLIT)
-    if not latest.conclusive or _may_be_the_split(latest):
-        return found
-    if found.doubt.endswith(OTHER_TERMS) and latest.needs_forwards:
-        # Terms that come and go, and that no rule tells apart, were as many in this split by chance.
-        return found
-    # In a doubled batch all factors that are no counts look constant.
-    latest = replace(latest, grouped=found.coupled)
-    return latest if split.shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
-
-
-def _has_shown(found: LossContract) -> bool:
-    """Whether a loss was observed, or its samples have no targets."""
-    return found.conclusive or found.reason == NO_TARGET_SEEN
 
 
 def _with_batch_norm(found: LossContract, norm: str) -> LossContract:
@@ -351,24 +283,6 @@ def _with_batch_norm(found: LossContract, norm: str) -> LossContract:
     reduction = found.reduction if found.by_number and found.custom else Reduction.PLAIN
     items = found.items if found.by_number else None
     return replace(found, reduction=reduction, items=items, terms=terms, doubt=reason, reason=reason)
-
-
-def _may_be_the_split(found: LossContract) -> bool:
-    """Whether the split may have separated rows that belong together."""
-    return found.coupled or found.doubt.endswith(OF_THE_SPLIT)
-
-
-#: Why a guess is not believed.
-_ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
-_PADDED = "its terms add up in a micro-batch, and not in two of different lengths: it depends on how they are padded"
-
-
-def _doubted(found: LossContract, reason: str) -> LossContract:
-    """A contract whose guesses a second split did not confirm."""
-    terms = tuple(replace(each, how=How.PLAIN) if each.is_guess else each for each in found.terms)
-    if all(each.how is How.PLAIN for each in terms):
-        return replace(found, reduction=Reduction.PLAIN, items=None, terms=terms, doubt=reason, reason=reason)
-    return replace(found, terms=terms, doubt=found.doubt or reason)
 
 
 def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Module, *, sharded: bool) -> bool | None:

@@ -28,6 +28,7 @@ class Split(NamedTuple):
         tasks: the parts are micro-batches that may be of two tasks.
         kind: which rows it assumes to belong together; all splits of a kind have to show the same.
         decides: it is the last of its kind.
+        narrowed: the parts are only as wide as their own samples.
     """
 
     whole: Batch
@@ -37,6 +38,7 @@ class Split(NamedTuple):
     tasks: bool = False
     kind: str = ""
     decides: bool = True
+    narrowed: bool = False
 
     @property
     def pads(self) -> bool:
@@ -68,8 +70,12 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     if by_row := bool(by_rows) and by_rows[0] is batch:
         if unseen and (both := _joined(batch, others[0])) is not None:
             yield Split(both, batch, others[0], tasks=True)
+        if (parts := _narrowed(batch)) is not None:
+            yield Split(*parts, kind="narrowed", narrowed=True)
         for_all = by_rows if unseen else by_rows[:1]
         yield from _of_one_kind("rows", chain.from_iterable(map(_row_alone, for_all)))
+    if rows == 1 and not unseen and (parts := _of_several(batch, others)) is not None:
+        yield Split(*parts, kind="micro-batches", decides=False)
     # The last one is most similar, so a sum over tasks has fewer terms there.
     for other in () if by_row else others[:: max(len(others) - 1, 1)]:
         if (both := _joined(batch, other)) is not None:
@@ -109,6 +115,44 @@ def _row_alone(batch: Batch) -> Iterator[Parts]:
     rows = sample_count(batch)
     least = _least_row(batch, rows)
     return _divided([batch], [int(row != least) for row in range(rows)])
+
+
+def _narrowed(batch: Batch) -> Parts | None:
+    """The shortest row with targets, and the others, as their collator would have padded them; None: as the batch."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    rule, lengths = next(ways_of_counting(batch)), (mask != 0).sum(1).tolist()
+    least = min(range(len(mask)), key=lambda row: (not float(rule.count(_rows(batch, [row]))), lengths[row]))
+    others = [row for row in range(len(mask)) if row != least]
+    one, other = (_narrow(_rows(batch, rows)) for rows in ([least], others))
+    return (batch, one, other) if _widths(batch) ^ (_widths(one) & _widths(other)) else None
+
+
+def _narrow(part: Batch) -> Batch:
+    """A part of a batch without the columns that only pad it."""
+    mask = part["attention_mask"]
+    columns = mask.any(0).nonzero().flatten().tolist() or [0]
+    own = slice(columns[0], columns[-1] + 1)
+    return {
+        key: value[:, own] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
+        for key, value in part.items()
+    }
+
+
+def _of_several(batch: Batch, others: Sequence[Batch]) -> Parts | None:
+    """Up to four micro-batches of one sample as one batch, the narrowest, and the rest; None: there are only two.
+
+    A pair may not show that the samples of a batch are coupled.
+    """
+    if len(others) < 2:
+        return None
+    one, *more = sorted((batch, others[0], *others[1:][-2:]), key=lambda each: sum(width for _, width in _widths(each)))
+    rest: Batch | None = more[0]
+    for each in more[1:]:
+        rest = rest and _joined(rest, each)
+    whole = rest and _joined(one, rest)
+    return (whole, one, rest) if whole and rest else None
 
 
 def _divided(batches: Sequence[Batch], group_of: Sequence[int], height: int = 0) -> Iterator[Parts]:

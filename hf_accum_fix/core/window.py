@@ -157,7 +157,8 @@ class Window:
         if unread:
             windows = torch.stack(unread).any().long()
             state.unread = windows if state.unread is None else state.unread + windows
-        if host.hears and any(check.changed for check in checks):
+        mispredicted = times is not None and any(check.contract.rules for check in checks)
+        if host.hears and (mispredicted or any(check.changed for check in checks)):
             state.reconsider()
         if times is not None:
             scale_gradients(model, times)

@@ -76,8 +76,8 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_s
 
     With DistributedDataParallel's defaults they differ between two forwards by design: the next one copies rank 0's.
     What a rank has added to them since then is its own data's: after 50 forwards, data of which the first layer has
-    other statistics are reported. Ranks that hold other layers (stages of a pipeline) are not compared. At most two
-    collectives: of one number a rank, and of all running statistics.
+    other statistics are reported. Ranks that hold other layers (stages of a pipeline) are not compared. At most three
+    collectives: of one number a rank, of all running statistics, and of one number for each of them and rank.
     """
     ranks = ranks or TorchRanks()
     buffers = [
@@ -93,10 +93,11 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_s
         return None
     if copied or not buffers:
         return _uneven(model, ranks, accumulation_steps) if buffers else None
-    table = by_rank(ranks, torch.cat([buffer.flatten().cpu() for _, buffer in buffers]))
-    apart = (table - table.mean(0)).abs().amax(0)
+    mine = torch.cat([buffer.flatten().cpu() for _, buffer in buffers])
+    apart = (mine - ranks.sum(mine) / ranks.size).abs()
     of_each = torch.split_with_sizes(apart, [buffer.numel() for _, buffer in buffers])
-    amount, name = max((float(each.max()), name) for each, (name, _) in zip(of_each, buffers, strict=True))
+    most = by_rank(ranks, torch.stack([each.max() for each in of_each])).amax(0)
+    amount, name = max(zip(most.tolist(), [name for name, _ in buffers], strict=True))
     if amount == 0:
         return None
     return Alarm(

@@ -54,12 +54,14 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     """num_items_in_batch for a ``compute_loss``."""
     counts, part = window.counts, window.counts.parts[0]
     contract, number = part.contract, counts.number
-    if number is not None and contract.keeps_scale:
+    if number is None:
+        return upstream_number
+    if contract.keeps_scale:
         # As from stock: of all ranks, or of this one.
         return number.long() if averages_tokens(trainer) else upstream_number
-    if number is not None and contract.items is not None and not contract.custom:
+    if contract.items is not None and not contract.custom:
         return counts.total.long()
-    if number is None or not contract.by_number:
+    if not contract.by_number:
         return upstream_number
     if part.normalizer.is_whole:
         if window.host.on_cpu and counts.total != number:

@@ -1,0 +1,143 @@
+"""Choose a contract from what several splits of the samples show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
+from hf_accum_fix.accumulation.reading import Reading
+from hf_accum_fix.accumulation.samples import Split
+
+#: Why a guess is not believed.
+_ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
+_PADDED = "its terms add up in a micro-batch, and not in two of different lengths: it depends on how they are padded"
+
+
+@dataclass
+class Choice:
+    """The contract so far.
+
+    Attributes:
+        has_stock: as in `Setting`.
+        sharded: every forward is a collective, so one split is enough.
+        found: None: no split was run.
+        whole: the forward that it was concluded from.
+        failure: the first error of a split.
+        depends_on_padding: parts as narrow as their own samples did not add up.
+    """
+
+    has_stock: bool
+    sharded: bool
+    found: LossContract | None = None
+    whole: Reading | None = None
+    failure: Exception | None = None
+    depends_on_padding: bool = False
+    _of_kind: dict[str, tuple[LossContract, Reading]] = field(default_factory=dict)
+    _latest_kind: str = ""
+
+    def note_failure(self, split: Split, error: Exception) -> None:
+        """Note the error of a split; a model may be unable to run a narrowed one, which is no micro-batch of its."""
+        self.failure = self.failure or (None if split.narrowed else error)
+
+    def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
+        """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
+        if split.narrowed and latest.doubt:
+            # Splits as wide as their batch show whether padding is the cause.
+            self.depends_on_padding = True
+            return False
+        if split.kind:
+            latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
+        if not (split.decides or self.found is None or not _may_be_the_split(self.found)):
+            return False
+        confirmed = self.found is not None and self.found.is_guess and latest.conclusive
+        # After a failure the splits of one kind are judged together, by `_of_one_kind`.
+        is_same_kind = self.failure is not None and bool(split.kind) and split.kind == self._latest_kind
+        self._latest_kind = split.kind
+        found = latest if is_same_kind else _better(self.found, latest, split, has_stock=self.has_stock)
+        self.whole = whole if found is latest or self.whole is None else self.whole
+        self.found = found
+        # If a split failed, one of another kind may look clear by chance.
+        is_clear = (confirmed or _is_clear(found, split)) and (split.decides or self.failure is None)
+        return self.sharded or is_clear
+
+    def needs_no(self, following: Split) -> bool:
+        """Whether the next split, which cannot show coupled samples, would show nothing new."""
+        return self.found is not None and not following.shows_coupling and _has_shown(self.found)
+
+    def made(self) -> tuple[LossContract, Reading]:
+        """The contract, and the forward it was concluded from; raises the error of the splits if none was run."""
+        if self.found is None or self.whole is None:
+            assert self.failure is not None
+            raise self.failure
+        found = self.found
+        if self.depends_on_padding and found.exact:
+            found = replace(found, doubt=_PADDED)
+        return found, self.whole
+
+
+def _is_clear(found: LossContract, split: Split) -> bool:
+    """Whether a contract needs no further split."""
+    other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
+    seen = not (found.unseen or found.is_guess)
+    return other_tasks or (_has_shown(found) and not _may_be_the_split(found) and seen)
+
+
+def _of_one_kind(
+    before: tuple[LossContract, Reading] | None, latest: LossContract, whole: Reading
+) -> tuple[LossContract, Reading]:
+    """Of two splits of a kind, the contract that shows that the split matters: the other may by chance not show it.
+
+    ``whole``: the forward that it was concluded from.
+    """
+    if before is not None:
+        first, _ = before
+        if first.coupled or first.doubt.endswith(OTHER_TERMS):
+            return before
+        if [(each.shape, each.place) for each in first.terms] != [(each.shape, each.place) for each in latest.terms]:
+            doubt = latest.doubt or f"another split of the samples shows other terms {OTHER_TERMS}"
+            latest = replace(latest, doubt=doubt)
+    return latest, whole
+
+
+def _better(found: LossContract | None, latest: LossContract, split: Split, *, has_stock: bool) -> LossContract:
+    """The better of two contracts, from one more split of the samples; ``has_stock`` as in `Setting`."""
+    if found is None:
+        return latest
+    if found.unseen and latest.conclusive and not latest.unseen and split.apart:
+        return latest
+    if found.unseen or (found.is_guess and not latest.conclusive):
+        return _doubted(found, latest.doubt) if latest.doubt.endswith(OTHER_TERMS) else found
+    if found.is_guess:
+        # A sum, or a count without a rule, may fit one split by chance: a second one has to confirm it.
+        alike = [each.form for each in latest.terms] == [each.form for each in found.terms]
+        if not alike and split.pads:
+            # Padding has no part in any weight.
+            return replace(_doubted(found, _PADDED), keeps_scale=has_stock)
+        return found if alike else _doubted(found, _ONE_SPLIT)
+    if not latest.conclusive or _may_be_the_split(latest):
+        return found
+    if found.doubt.endswith(OTHER_TERMS) and latest.needs_forwards:
+        # Terms that come and go, and that no rule tells apart, were as many in this split by chance.
+        return found
+    # In a doubled batch all factors that are no counts look constant.
+    latest = replace(latest, grouped=found.coupled)
+    return latest if split.shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
+
+
+def _has_shown(found: LossContract) -> bool:
+    """Whether a loss was observed, or its samples have no targets."""
+    return found.conclusive or found.reason == NO_TARGET_SEEN
+
+
+def _may_be_the_split(found: LossContract) -> bool:
+    """Whether the split may have separated rows that belong together."""
+    return found.coupled or found.doubt.endswith(OF_THE_SPLIT)
+
+
+def _doubted(found: LossContract, reason: str) -> LossContract:
+    """A contract whose guesses a second split did not confirm."""
+    terms = tuple(replace(each, how=How.PLAIN) if each.is_guess else each for each in found.terms)
+    if all(each.how is How.PLAIN for each in terms):
+        return replace(found, reduction=Reduction.PLAIN, items=None, terms=terms, doubt=reason, reason=reason)
+    return replace(found, terms=terms, doubt=found.doubt or reason)
