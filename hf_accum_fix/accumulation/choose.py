@@ -12,6 +12,7 @@ from hf_accum_fix.accumulation.samples import Split
 #: Why a guess is not believed.
 _ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
 _PADDED = "its terms add up in a micro-batch, and not in two of different lengths: it depends on how they are padded"
+_OF_ONE = "its terms add up in one micro-batch, and not with more samples or less padding: it depends on the split"
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Choice:
         found: None: no split was run.
         whole: the forward that it was concluded from.
         failure: the first error of a split.
-        depends_on_padding: parts as narrow as their own samples did not add up.
+        of_others: its terms did not add up with the samples of other micro-batches, or with less padding.
     """
 
     has_stock: bool
@@ -32,9 +33,9 @@ class Choice:
     found: LossContract | None = None
     whole: Reading | None = None
     failure: Exception | None = None
-    depends_on_padding: bool = False
+    of_others: bool = False
     _of_kind: dict[str, tuple[LossContract, Reading]] = field(default_factory=dict)
-    _latest_kind: str = ""
+    _kind: str = ""
 
     def note_failure(self, split: Split, error: Exception) -> None:
         """Note the error of a split; a model may be unable to run a narrowed one, which is no micro-batch of its."""
@@ -42,9 +43,9 @@ class Choice:
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
-        if split.narrowed and latest.doubt:
-            # Splits as wide as their batch show whether padding is the cause.
-            self.depends_on_padding = True
+        if (split.narrowed or split.tasks) and latest.doubt and not _is_clear(latest, split):
+            # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
+            self.of_others = True
             return False
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
@@ -52,10 +53,10 @@ class Choice:
             return False
         confirmed = self.found is not None and self.found.is_guess and latest.conclusive
         # After a failure the splits of one kind are judged together, by `_of_one_kind`.
-        is_same_kind = self.failure is not None and bool(split.kind) and split.kind == self._latest_kind
-        self._latest_kind = split.kind
+        is_same_kind = self.failure is not None and bool(split.kind) and split.kind == self._kind
         found = latest if is_same_kind else _better(self.found, latest, split, has_stock=self.has_stock)
-        self.whole = whole if found is latest or self.whole is None else self.whole
+        if found is latest or self.whole is None:
+            self.whole, self._kind = whole, split.kind
         self.found = found
         # If a split failed, one of another kind may look clear by chance.
         is_clear = (confirmed or _is_clear(found, split)) and (split.decides or self.failure is None)
@@ -71,8 +72,9 @@ class Choice:
             assert self.failure is not None
             raise self.failure
         found = self.found
-        if self.depends_on_padding and found.exact:
-            found = replace(found, doubt=_PADDED)
+        # If rows belong together, that was the cause.
+        if self.of_others and found.exact and self._kind in ("narrowed", "rows"):
+            found = replace(found, doubt=_OF_ONE)
         return found, self.whole
 
 
@@ -92,7 +94,7 @@ def _of_one_kind(
     """
     if before is not None:
         first, _ = before
-        if first.coupled or first.doubt.endswith(OTHER_TERMS):
+        if _may_be_the_split(first):
             return before
         if [(each.shape, each.place) for each in first.terms] != [(each.shape, each.place) for each in latest.terms]:
             doubt = latest.doubt or f"another split of the samples shows other terms {OTHER_TERMS}"

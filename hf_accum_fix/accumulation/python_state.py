@@ -232,9 +232,18 @@ def _matters(before: Any, now: Any) -> bool:
     pairs = [(before.get(name, _ABSENT), now.get(name)) for name in _differing(before, now)]
     # A number that was a class attribute becomes the object's with its first change.
     return any(
-        isinstance(new, float) if old is _ABSENT else isinstance(old, Tensor) or (isinstance(old, float) and old != new)
+        _holds_numbers(new)
+        if old is _ABSENT or old is None
+        else isinstance(old, Tensor) or (isinstance(old, float) and old != new)
         for old, new in pairs
     )
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether a value is a number, or a few, that a loss may use later: its first value, a moving average."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_numbers, value))
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _get_items(value: dict[Any, Any]) -> dict[Any, Any]:

@@ -48,7 +48,11 @@ def matching_rules(
         fits = [_is_close(n, max(times * m, float(rule.entry is not None))) for n, m in zip(counts, found, strict=True)]
         if times and all(fits):
             in_proportion[rule] = times
-    ratios = [*in_proportion.values()]
+    # Elements of all samples, rather than of those with labels: a few may by chance be in proportion to both.
+    ratios = [
+        in_proportion[rule]
+        for rule in sorted(in_proportion, key=lambda each: bool(each.keys) and each.ignore_index is not None)
+    ]
     whole = [each for each in ratios if any(_is_close(n, round(n)) for n in (each, 1 / each))]
     usable = [each for each in ratios if _is_close(each, 1.0)] + (whole if batches[1] is not batches[2] else [])
     best = next(iter(usable), 0.0)

@@ -16,6 +16,8 @@ from hf_accum_fix.accumulation.items import has_rows, sample_count
 from hf_accum_fix.accumulation.rules import BLOCKS, has_ignored, listed_targets, ways_of_counting
 
 Batch = Mapping[str, Any]
+#: Samples that show that they are coupled, as a pair may not: by classes, ranks, or what is frequent among them.
+_ENOUGH = 4
 #: A batch, and two parts of it.
 Parts = tuple[Batch, Batch, Batch]
 
@@ -28,7 +30,7 @@ class Split(NamedTuple):
         tasks: the parts are micro-batches that may be of two tasks.
         kind: which rows it assumes to belong together; all splits of a kind have to show the same.
         decides: it is the last of its kind.
-        narrowed: the parts are only as wide as their own samples.
+        narrowed: the parts are rows, only as wide as their own samples, perhaps of two micro-batches.
     """
 
     whole: Batch
@@ -70,12 +72,13 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     if by_row := bool(by_rows) and by_rows[0] is batch:
         if unseen and (both := _joined(batch, others[0])) is not None:
             yield Split(both, batch, others[0], tasks=True)
-        if (parts := _narrowed(batch)) is not None:
+        if (parts := _narrowed(batch, others)) is not None:
             yield Split(*parts, kind="narrowed", narrowed=True)
         for_all = by_rows if unseen else by_rows[:1]
         yield from _of_one_kind("rows", chain.from_iterable(map(_row_alone, for_all)))
-    if rows == 1 and not unseen and (parts := _of_several(batch, others)) is not None:
-        yield Split(*parts, kind="micro-batches", decides=False)
+    if rows == 1:
+        for parts in _of_several(batch, others):
+            yield Split(*parts, kind="micro-batches", decides=False)
     # The last one is most similar, so a sum over tasks has fewer terms there.
     for other in () if by_row else others[:: max(len(others) - 1, 1)]:
         if (both := _joined(batch, other)) is not None:
@@ -117,21 +120,27 @@ def _row_alone(batch: Batch) -> Iterator[Parts]:
     return _divided([batch], [int(row != least) for row in range(rows)])
 
 
-def _narrowed(batch: Batch) -> Parts | None:
-    """The shortest row with targets, and the others, as their collator would have padded them; None: as the batch."""
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
-    rule, lengths = next(ways_of_counting(batch)), (mask != 0).sum(1).tolist()
-    least = min(range(len(mask)), key=lambda row: (not float(rule.count(_rows(batch, [row]))), lengths[row]))
-    others = [row for row in range(len(mask)) if row != least]
-    one, other = (_narrow(_rows(batch, rows)) for rows in ([least], others))
-    return (batch, one, other) if _widths(batch) ^ (_widths(one) & _widths(other)) else None
+def _narrowed(batch: Batch, others: Sequence[Batch]) -> Parts | None:
+    """The shortest row with targets, and all others, as their collator would have padded them; None: as the batch is.
+
+    A micro-batch of fewer than four samples is joined with another: a pair may not show that it is coupled.
+    """
+    joined = _joined(batch, others[0]) if sample_count(batch) < _ENOUGH and others else None
+    whole = batch if joined is None or not _divides(joined, sample_count(joined)) else joined
+    mask, every = whole.get("attention_mask"), range(sample_count(whole))
+    least = _least_row(whole, len(every))
+    if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) == len(every):
+        rule, lengths = next(ways_of_counting(whole)), (mask != 0).sum(1).tolist()
+        least = min(every, key=lambda row: (not float(rule.count(_rows(whole, [row]))), lengths[row]))
+    one, other = (_narrow(_rows(whole, rows)) for rows in ([least], [row for row in every if row != least]))
+    return (whole, one, other) if whole is not batch or _widths(one) ^ _widths(other) else None
 
 
 def _narrow(part: Batch) -> Batch:
     """A part of a batch without the columns that only pad it."""
-    mask = part["attention_mask"]
+    mask = part.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return part
     columns = mask.any(0).nonzero().flatten().tolist() or [0]
     own = slice(columns[0], columns[-1] + 1)
     return {
@@ -140,19 +149,16 @@ def _narrow(part: Batch) -> Batch:
     }
 
 
-def _of_several(batch: Batch, others: Sequence[Batch]) -> Parts | None:
-    """Up to four micro-batches of one sample as one batch, the narrowest, and the rest; None: there are only two.
-
-    A pair may not show that the samples of a batch are coupled.
-    """
-    if len(others) < 2:
-        return None
-    one, *more = sorted((batch, others[0], *others[1:][-2:]), key=lambda each: sum(width for _, width in _widths(each)))
-    rest: Batch | None = more[0]
-    for each in more[1:]:
-        rest = rest and _joined(rest, each)
-    whole = rest and _joined(one, rest)
-    return (whole, one, rest) if whole and rest else None
+def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
+    """Four micro-batches of one sample as one batch, the narrowest or the widest, and the rest."""
+    chosen = [batch, *others[:1], *others[1:][2 - _ENOUGH :]]
+    chosen.sort(key=lambda each: sum(width for _, width in _widths(each)))
+    for one, *more in (chosen, chosen[::-1]) if len(chosen) > 2 else ():
+        rest: Batch | None = more[0]
+        for each in more[1:]:
+            rest = rest and _joined(rest, each)
+        if rest and (whole := _joined(one, rest)):
+            yield whole, one, rest
 
 
 def _divided(batches: Sequence[Batch], group_of: Sequence[int], height: int = 0) -> Iterator[Parts]:

@@ -23,6 +23,13 @@ def tokens(*targets: int, width: int = 5, first: int = 0) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels}
 
 
+def attended(*lengths: int) -> dict[str, Any]:
+    """As `tokens`, with padding on the right of each sample."""
+    batch = tokens(*lengths, width=max(lengths))
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {**batch, "labels": batch["labels"].flip(1), "attention_mask": mask}
+
+
 def of_task(task: int, *targets: int, first: int = 0) -> dict[str, Any]:
     return {**tokens(*targets, first=first), "task": torch.full((len(targets),), task)}
 
@@ -50,6 +57,7 @@ SPLITS: dict[str, tuple[Sequence[Batch], list[tuple[list[int], ...]]]] = {
     "the micro-batch with targets": (
         [tokens(0, 0), tokens(2, 1, first=2)],
         [
+            ([2, 3, 0, 1], [3], [2, 0, 1]),
             ([2, 3], [3], [2]),
             ([2, 3, 0, 1], [2, 3], [0, 1]),
             ([2, 0, 3, 1], [2, 3], [0, 1]),
@@ -84,10 +92,31 @@ SPLITS: dict[str, tuple[Sequence[Batch], list[tuple[list[int], ...]]]] = {
         [tokens(3), tokens(1, first=1)],
         [([0, 1], [0], [1]), ([0, 0], [0], [0])],
     ),
+    "several micro-batches of one sample": (
+        [tokens(3), tokens(1, width=3, first=1), tokens(1, first=2), tokens(1, first=3), tokens(1, first=4)],
+        [
+            ([1, 0, 3, 2], [1], [0, 3, 2]),
+            ([2, 3, 0, 1], [2], [3, 0, 1]),
+            ([0, 1], [0], [1]),
+            ([0, 2], [0], [2]),
+            ([0, 0], [0], [0]),
+        ],
+    ),
+    "a row as narrow as it is": (
+        [attended(2, 4, 4, 4)],
+        [
+            ([0, 1, 2, 3], [0], [1, 2, 3]),
+            ([0, 1, 2, 3], [0], [1, 2, 3]),
+            ([0, 1, 2, 3], [0, 1], [2, 3]),
+            ([0, 1, 2, 3], [0, 2], [1, 3]),
+            ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
+        ],
+    ),
     "two tasks": (
         [of_task(0, 1, 2), of_task(1, 3, 2, first=2)],
         [
             ([2, 3, 0, 1], [2, 3], [0, 1]),
+            ([2, 3, 0, 1], [0], [2, 3, 1]),
             ([2, 3], [3], [2]),
             ([0, 1], [0], [1]),
             ([2, 0, 3, 1], [2, 3], [0, 1]),
