@@ -43,10 +43,12 @@ class Choice:
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
-        if (split.narrowed or split.tasks) and latest.doubt and not _is_clear(latest, split):
-            # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
-            self.of_others = True
-            return False
+        if split.narrowed or split.tasks:
+            # Terms may come with more samples.
+            self.of_others = bool(latest.doubt) and not latest.doubt.endswith(OTHER_TERMS)
+            if self.of_others or not _is_clear(latest, split):
+                # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
+                return False
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
         if not (split.decides or self.found is None or not _may_be_the_split(self.found)):

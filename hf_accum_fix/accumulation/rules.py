@@ -48,17 +48,20 @@ def matching_rules(
         fits = [_is_close(n, max(times * m, float(rule.entry is not None))) for n, m in zip(counts, found, strict=True)]
         if times and all(fits):
             in_proportion[rule] = times
-    # Elements of all samples, rather than of those with labels: a few may by chance be in proportion to both.
-    ratios = [
-        in_proportion[rule]
-        for rule in sorted(in_proportion, key=lambda each: bool(each.keys) and each.ignore_index is not None)
-    ]
+    # Elements of all samples, rather than of some positions: a few may by chance be in proportion to both.
+    ratios = [in_proportion[rule] for rule in sorted(in_proportion, key=lambda rule: _counts_some(rule, batches[0]))]
     whole = [each for each in ratios if any(_is_close(n, round(n)) for n in (each, 1 / each))]
     usable = [each for each in ratios if _is_close(each, 1.0)] + (whole if batches[1] is not batches[2] else [])
     best = next(iter(usable), 0.0)
     if not (best or given) and (mixed := _mixed(counts, batches)) is not None:
         return (mixed,), 1.0
     return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best or 1.0
+
+
+def _counts_some(rule: Items, batch: Mapping[str, Any]) -> bool:
+    """Whether a rule counts neither samples, nor all of their numbers, nor what is listed for them."""
+    value = batch.get(rule.keys[0]) if rule.keys else None
+    return isinstance(value, Tensor) and (rule.ignore_index is not None or not value.is_floating_point())
 
 
 def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:

@@ -72,7 +72,7 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     if by_row := bool(by_rows) and by_rows[0] is batch:
         if unseen and (both := _joined(batch, others[0])) is not None:
             yield Split(both, batch, others[0], tasks=True)
-        if (parts := _narrowed(batch, others)) is not None:
+        for parts in _narrowed(batch, others):
             yield Split(*parts, kind="narrowed", narrowed=True)
         for_all = by_rows if unseen else by_rows[:1]
         yield from _of_one_kind("rows", chain.from_iterable(map(_row_alone, for_all)))
@@ -120,20 +120,23 @@ def _row_alone(batch: Batch) -> Iterator[Parts]:
     return _divided([batch], [int(row != least) for row in range(rows)])
 
 
-def _narrowed(batch: Batch, others: Sequence[Batch]) -> Parts | None:
-    """The shortest row with targets, and all others, as their collator would have padded them; None: as the batch is.
+def _narrowed(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
+    """A short row with targets, and all others, as their collator would have padded them; another, if one lacks a term.
 
     A micro-batch of fewer than four samples is joined with another: a pair may not show that it is coupled.
     """
     joined = _joined(batch, others[0]) if sample_count(batch) < _ENOUGH and others else None
     whole = batch if joined is None or not _divides(joined, sample_count(joined)) else joined
     mask, every = whole.get("attention_mask"), range(sample_count(whole))
-    least = _least_row(whole, len(every))
+    lengths = [0] * len(every)
     if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) == len(every):
-        rule, lengths = next(ways_of_counting(whole)), (mask != 0).sum(1).tolist()
-        least = min(every, key=lambda row: (not float(rule.count(_rows(whole, [row]))), lengths[row]))
-    one, other = (_narrow(_rows(whole, rows)) for rows in ([least], [row for row in every if row != least]))
-    return (whole, one, other) if whole is not batch or _widths(one) ^ _widths(other) else None
+        lengths = (mask != 0).sum(1).tolist()
+    rule = next(ways_of_counting(whole))
+    counts = [float(rule.count(_rows(whole, [row]))) for row in every]
+    for least in sorted(every, key=lambda row: (not counts[row], lengths[row], counts[row]))[:2]:
+        one, other = (_narrow(_rows(whole, rows)) for rows in ([least], [row for row in every if row != least]))
+        if whole is not batch or _widths(one) ^ _widths(other):
+            yield whole, one, other
 
 
 def _narrow(part: Batch) -> Batch:

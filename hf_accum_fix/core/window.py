@@ -157,7 +157,7 @@ class Window:
         if unread:
             windows = torch.stack(unread).any().long()
             state.unread = windows if state.unread is None else state.unread + windows
-        mispredicted = times is not None and any(check.contract.rules for check in checks)
+        mispredicted = isinstance(times, float) and any(check.contract.rules for check in checks)
         if host.hears and (mispredicted or any(check.changed for check in checks)):
             state.reconsider()
         if times is not None:
