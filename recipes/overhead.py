@@ -7,9 +7,9 @@
 Three runs make a round: stock, stock again, apply; which of them begins changes from round to round. Of each run the
 median time of an optimizer step is kept, of each round the ratios to its first stock run. "stock again" is the noise:
 a ratio of apply means something only where it lies outside it. Operations, numbers read by the host and collectives
-are counted, not timed, between the second optimizer step and the last, so that nothing is left of the first window, in
-which the loss is observed; the forwards that this takes are counted apart. Of a model that is nothing but a loss the
-operations that are added are also run by themselves: what a micro-batch takes longer, less these, is Python.
+are counted, not timed, between the third optimizer step and the last, so that nothing is left of the first windows, in
+which the loss is observed and corrected; the forwards that this takes are counted apart. Of a model that is nothing but
+a loss the operations that are added are also run by themselves: what a micro-batch takes longer, less these, is Python.
 
 The output folder gets results.jsonl (a line per run), table.md and overhead.png. Exit code 2: bad input.
 """
@@ -54,6 +54,8 @@ from transformers import (
 import hf_accum_fix
 
 MODES = ("stock", "stock again", "apply")
+#: Steps that are not counted: the first observes the loss, and on several ranks three are corrected in any case.
+UNPROVEN = 3
 STEPS_OF_ACCUMULATION, PER_DEVICE, VOCABULARY = 4, 2, 512
 #: Operations that make the host wait for a number from the device.
 READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal"}
@@ -275,22 +277,22 @@ def waits_for_the_gpu() -> Iterator[list[Any] | None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def count(head: str, size: Size, mode: str, steps: int = 4, **options: Any) -> Counts:
-    """Count the operations of a step, without the first window."""
+def count(head: str, size: Size, mode: str, steps: int = UNPROVEN + 2, **options: Any) -> Counts:
+    """Count the operations of a step, without the first windows."""
     counting = Counting()
     observing = watch(counting, head, size, mode, steps, **options)
-    each = steps - 2
+    each = steps - UNPROVEN
     reads = counting.reads if counting.waits is None else counting.waits
     numbers = (counting.operations / each, reads / each, counting.collectives / each)
     return Counts(*numbers, counting.peak, observing)
 
 
 def watch(by: TorchDispatchMode, head: str, size: Size, mode: str, steps: int, **options: Any) -> int:
-    """Count the operations of all steps but the first two; return the number of extra forwards."""
+    """Count the operations of all steps but the first; return the number of extra forwards."""
     with contextlib.ExitStack() as stack:
 
         def after(step: int) -> None:
-            if step == 2:
+            if step == UNPROVEN:
                 stack.enter_context(by)
             elif step == steps:
                 stack.close()
@@ -334,7 +336,7 @@ def added_operations(head: str, size: Size) -> float:
     """Time of the operations added to a micro-batch [us], run by themselves, less the ones that are saved."""
     seen = {mode: Keeping() for mode in ("stock", "apply")}
     for mode, keeping in seen.items():
-        watch(keeping, head, size, mode, 3)
+        watch(keeping, head, size, mode, UNPROVEN + 1)
     with torch.no_grad():
         least = {mode: min(timeit.repeat(keeping.again, number=1, repeat=500)) for mode, keeping in seen.items()}
     return 1e6 * (least["apply"] - least["stock"]) / STEPS_OF_ACCUMULATION

@@ -186,8 +186,9 @@ class _Observation:
     def _note_writes(self, split: Split, readings: Sequence[Reading]) -> None:
         """Test whether the loss depends on state that its forward writes: a queue, a centre, a moving average."""
         if self.ranks.any(self.writes is None and bool(readings) and self.state.wrote()):
-            again = self._run(split.other, readings[2].number if readings else None)
-            self.writes = bool(self.writes or (readings and again.numbers != readings[2].numbers))
+            # Another batch than the one that wrote: a loss over its own first value is one.
+            again = self._run(split.one, readings[1].number if readings else None)
+            self.writes = bool(self.writes or (readings and again.numbers != readings[1].numbers))
 
     def _needs_number(self, found: LossContract) -> bool:
         """Whether the base's loss has to get the number that a custom loss passes on.

@@ -63,7 +63,7 @@ class TrainingState:
         without_target: the other tasks, trained as the first, and the window in which they were last observed.
         given_for: the first micro-batch's labels that a given contract counts.
         corrects: every window's gradient is multiplied by predicted over seen items.
-        unproven: so many more windows are corrected unread, since none has confirmed the rules of a new contract yet.
+        unproven: the next so many windows are corrected in any case, since none has confirmed a new contract's rules.
         differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
         unread: windows since the last log with other counts than predicted, 0-dim on the device.
         empty: a window had no target, 0-dim; None: no window was counted.
