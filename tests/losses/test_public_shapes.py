@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hf_accum_fix
-from tests.losses.models import ByNumber, Mean, full_mean, texts
+from tests.losses.models import ByNumber, Mean, full_mean, supervised_contrastive, texts
 from tests.numerics.heads import Batch, shifted_cross_entropy
 from tests.numerics.heads.head import Sample
 from tests.numerics.heads.samples import without_targets
@@ -166,6 +166,31 @@ def guarded(model: Any, batch: Batch) -> Tensor:
     return loss * (0.1 if float(loss) > 3.0 else 1.0)
 
 
+def contrasted(model: Any, batch: Batch) -> Tensor:
+    """A pair of texts shows no coupling unless both have one class."""
+    z = logits(model, batch)[:, 0]
+    return kinds(model, batch) + supervised_contrastive(z, batch["kind"]) / len(z)
+
+
+def hardest(model: Any, batch: Batch) -> Tensor:
+    """A third of a micro-batch's tokens, at least one."""
+    losses = tokens(model, batch, "none")[batch["labels"][:, 1:] != -100].sort(descending=True)[0]
+    return losses[: max(1, len(losses) // 3)].mean()
+
+
+def logits(model: Any, batch: Batch) -> Tensor:
+    found: Tensor = model(input_ids=batch["input_ids"])["logits"]
+    return found
+
+
+def over_first(trainer: Any, model: Any, batch: Batch) -> Tensor:
+    """Over its first value, which the trainer keeps."""
+    loss = tokens(model, batch)
+    if not hasattr(trainer, "first_loss"):
+        trainer.first_loss = float(loss.detach())
+    return loss / trainer.first_loss
+
+
 def with_backward(trainer: Any, model: Any, batch: Batch) -> Tensor:
     trainer.accelerator.backward(0.5 * tokens(model, batch) / steps(trainer), retain_graph=True)
     return kinds(model, batch)
@@ -185,6 +210,17 @@ SAID = [
         lambda t, m, b, n: tokens(m, b) + min(1.0, t.state.global_step / 2) * alike(m, b),
         lambda m, b, s: tokens(m, b) + min(1.0, s / 2) * alike(m, b),
         3,
+    ),
+    # Padding is no position of its micro-batch alone.
+    case("mean-over-padding", lambda t, m, b, n: tokens(m, b, "none").mean()),
+    case("squares-over-padding", lambda t, m, b, n: tokens(m, b) + logits(m, b).square().mean()),
+    case("contrasted-beside-classes", lambda t, m, b, n: contrasted(m, b)),
+    case("hardest-third", lambda t, m, b, n: hardest(m, b), cuts=((2, 4), (1, 8))),
+    case(
+        "over-its-first-value",
+        lambda t, m, b, n: over_first(t, m, b),
+        lambda m, b, s: tokens(m, b) / tokens(m, b).detach(),
+        1,
     ),
     case("spike-guard", lambda t, m, b, n: guarded(m, b)),
     case(
