@@ -15,6 +15,7 @@ from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import holds_layers, ignored_index
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
+from hf_accum_fix.accumulation.samples import widths
 
 #: The numbers passed to the three forwards: no sums or multiples of one another.
 NUMBERS = (7919, 3571, 5557)
@@ -31,6 +32,7 @@ NO_COUNT = "is neither a count nor a constant"
 OTHER_TERMS = "in a batch and its parts"
 #: Endings of doubts that may come from splitting rows that belong together.
 OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS)
+_PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 _COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
 
 
@@ -99,6 +101,11 @@ class Comparison:
     def are_distinct(self) -> bool:
         """Whether the parts are different batches."""
         return self.readings[1].batch is not self.readings[2].batch
+
+    @property
+    def pads(self) -> bool:
+        """Whether a part is padded further in the batch."""
+        return widths(self.batches[1]) != widths(self.batches[2])
 
     @property
     def of_micro_batches(self) -> bool:
@@ -478,6 +485,8 @@ def _tested_mean(
         return _unreadable(candidate, compared, tolerance)
     sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
     if has_values and not _adds_up(sums, tolerance):
+        if compared.pads and rules:
+            return candidate.judged(_PADDED, rules=rules, times=times)
         # If stock divides it by the number, keep its weight by items.
         keeps = bool(compared.by_number and rules)
         return candidate.judged(_COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules, times=times)
