@@ -25,7 +25,6 @@ class Choice:
         found: None: no split was run.
         whole: the forward that it was concluded from.
         failure: the first error of a split.
-        of_others: its terms did not add up with the samples of other micro-batches, or with less padding.
     """
 
     has_stock: bool
@@ -33,9 +32,10 @@ class Choice:
     found: LossContract | None = None
     whole: Reading | None = None
     failure: Exception | None = None
-    of_others: bool = False
     _of_kind: dict[str, tuple[LossContract, Reading]] = field(default_factory=dict)
     _kind: str = ""
+    #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
+    _open: set[str] = field(default_factory=set)
 
     def note_failure(self, split: Split, error: Exception) -> None:
         """Note the error of a split; a model may be unable to run a narrowed one, which is no micro-batch of its."""
@@ -43,12 +43,13 @@ class Choice:
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
-        if split.narrowed or split.tasks:
-            # Terms may come with more samples.
-            self.of_others = bool(latest.doubt) and not latest.doubt.endswith(OTHER_TERMS)
-            if self.of_others or not _is_clear(latest, split):
-                # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
-                return False
+        if (split.narrowed or split.tasks) and latest.doubt and not _is_clear(latest, split):
+            # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
+            if not latest.doubt.endswith(OTHER_TERMS):
+                self._open.add(split.kind)
+            return False
+        # One row may lack a term that another has.
+        self._open.discard(split.kind)
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
         if not (split.decides or self.found is None or not _may_be_the_split(self.found)):
@@ -75,7 +76,7 @@ class Choice:
             raise self.failure
         found = self.found
         # If rows belong together, that was the cause.
-        if self.of_others and found.exact and self._kind in ("narrowed", "rows"):
+        if self._open and found.exact and self._kind in ("narrowed", "rows"):
             found = replace(found, doubt=_OF_ONE)
         return found, self.whole
 

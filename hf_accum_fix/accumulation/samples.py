@@ -71,7 +71,7 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     by_rows = [each for each in alike if rows > 1 and _divides(each, rows)]
     if by_row := bool(by_rows) and by_rows[0] is batch:
         if unseen and (both := _joined(batch, others[0])) is not None:
-            yield Split(both, batch, others[0], tasks=True)
+            yield Split(both, batch, others[0], tasks=True, kind="tasks")
         for parts in _narrowed(batch, others):
             yield Split(*parts, kind="narrowed", narrowed=True)
         for_all = by_rows if unseen else by_rows[:1]

@@ -286,7 +286,7 @@ def _ours(composition: Composition, case: Case, output: Path) -> Training:
 
 
 def _worse(case: Case, composition: Composition, patched: Training, plain: Training | None) -> list[Fault]:
-    """A window with one micro-batch that counts is right by chance where stock is wrong."""
+    """The fault that ours is further off than stock; none where stock may be right by chance, or has diverged."""
     if plain is None or any(isnan(error) or error > DIVERGED for error in plain.errors):
         return []
     ours, theirs = max(patched.errors, key=lambda error: (isnan(error), error)), max(plain.errors)
