@@ -30,9 +30,9 @@ _TOLERANCE = {8: 1e-6, 4: 1e-5}
 
 NO_COUNT = "is neither a count nor a constant"
 OTHER_TERMS = "in a batch and its parts"
-#: Endings of doubts that may come from splitting rows that belong together.
-OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS)
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
+#: Endings of doubts that may come from splitting rows that belong together.
+OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS, _PADDED)
 _COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
 
 
