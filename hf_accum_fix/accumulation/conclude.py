@@ -466,11 +466,10 @@ def _tested_mean(
             # Smoothed labels: as many classes as positions.
             doubt = f"{whole.name} is a mean over {by_class:g} classes of its items, or over all positions"
             return candidate.judged(doubt, rules=others, times=by_class)
-        # Bamba's z-loss; it is treated as a router loss.
-        doubt = (
-            f"{whole.name} is a mean over all positions, with padding among them, and depends on how they are padded"
-        )
-        return candidate.judged(doubt, how=How.ROUTER, rules=rules[:1], times=times)
+        # A model's own is treated as a router loss (Bamba's z-loss).
+        own = compared.setting.custom or compared.setting.func
+        doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
+        return candidate.judged(doubt if own else "", how=How.ROUTER, rules=rules[:1], times=times)
     if not compared.apart and whole.term.readable and (rules or whole.term.divides):
         return candidate.judged(rules=rules, times=times)
     samples, rows = [sample_count(batch) for batch in batches], [each.term.rows for each in candidate.seen]

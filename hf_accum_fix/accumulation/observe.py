@@ -116,7 +116,7 @@ class _Observation:
             doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
         if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
             padding = "padding is among its targets (labels are not -100 where attention_mask is 0)"
-            doubt = doubt or f"{padding}, so the loss depends on the split"
+            doubt = f"{padding}, so the loss depends on the split"
         found = replace(found, doubt=doubt)
         if norm is not None:
             found = _with_batch_norm(found, norm)

@@ -203,7 +203,9 @@ def test_the_trajectory_is_that_of_the_windows_as_they_come(case: str, rows: Any
 
 @of("resumed at 4", "resumed at 7")
 def test_cut_in_the_second_or_third_epoch_and_resumed_it_is_the_same(case: str, rows: Any) -> None:
-    assert rows[case] == {"error": 0.0, "same samples": True, "windows": 9 - int(case[-1])}
+    # Its first windows are corrected in any case, and round elsewhere.
+    assert rows[case]["error"] <= 1e-15
+    assert rows[case]["same samples"] and rows[case]["windows"] == 9 - int(case[-1])
 
 
 @pytest.mark.skipif(before("5.17"), reason="batch_rebalance came with 5.17")

@@ -164,7 +164,9 @@ def test_a_class_of_transformers(name: str, reduction: str, items: str, capsys: 
     head = observed(capsys, name)
     assert head["built"] == f"a small {name}"
     run = head["observed"]
-    assert run["head"] == name and run["reduction"] == reduction and items in run["items"] and run["exact"]
+    assert run["head"] == name and run["reduction"] == reduction and items in run["items"]
+    # Padded tokens may be answers, too: of texts of several lengths its loss depends on how they are padded.
+    assert run["exact"] is (name != "BertForQuestionAnswering")
     # Eight micro-batches: a head that takes **kwargs and ignores the number is not divided by them.
     if reduction == "mean":
         # Upstream counts no items of question answering, and divides by G itself.
