@@ -43,7 +43,7 @@ class Choice:
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
-        if (split.narrowed or split.tasks) and not _is_clear(latest, split):
+        if (split.narrowed and latest.doubt) or ((split.narrowed or split.tasks) and not _is_clear(latest, split)):
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
             if latest.doubt and not latest.doubt.endswith(OTHER_TERMS):
                 self._open.add(split.kind)
