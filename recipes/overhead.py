@@ -288,7 +288,7 @@ def count(head: str, size: Size, mode: str, steps: int = UNPROVEN + 2, **options
 
 
 def watch(by: TorchDispatchMode, head: str, size: Size, mode: str, steps: int, **options: Any) -> int:
-    """Count the operations of all steps but the first; return the number of extra forwards."""
+    """Count the operations of all steps but the first `UNPROVEN`; return the number of extra forwards."""
     with contextlib.ExitStack() as stack:
 
         def after(step: int) -> None:

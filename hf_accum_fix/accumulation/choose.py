@@ -38,12 +38,13 @@ class Choice:
     _open: set[str] = field(default_factory=set)
 
     def note_failure(self, split: Split, error: Exception) -> None:
-        """Note the error of a split; a model may be unable to run a narrowed one, which is no micro-batch of its."""
+        """Note the error of a split, but of a narrowed one: a model may need batches as wide as its collator's."""
         self.failure = self.failure or (None if split.narrowed else error)
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
-        if (split.narrowed and latest.doubt) or ((split.narrowed or split.tasks) and not _is_clear(latest, split)):
+        is_enough = _is_clear(latest, split) and (split.tasks or not latest.doubt)
+        if (split.narrowed or split.tasks) and not is_enough:
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
             if latest.doubt and not latest.doubt.endswith(OTHER_TERMS):
                 self._open.add(split.kind)

@@ -15,7 +15,6 @@ from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import holds_layers, ignored_index
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
-from hf_accum_fix.accumulation.samples import widths
 
 #: The numbers passed to the three forwards: no sums or multiples of one another.
 NUMBERS = (7919, 3571, 5557)
@@ -72,6 +71,7 @@ class Comparison:
         apart: the parts are parts of the batch.
         again: another split was inconclusive, or showed coupled samples.
         by_number: the model would divide by the number, if it got it.
+        pads: a part is padded further in the batch.
     """
 
     readings: Sequence[Reading]
@@ -80,6 +80,7 @@ class Comparison:
     apart: bool = True
     again: bool = False
     by_number: bool = False
+    pads: bool = False
 
     @property
     def whole(self) -> Reading:
@@ -101,11 +102,6 @@ class Comparison:
     def are_distinct(self) -> bool:
         """Whether the parts are different batches."""
         return self.readings[1].batch is not self.readings[2].batch
-
-    @property
-    def pads(self) -> bool:
-        """Whether a part is padded further in the batch."""
-        return widths(self.batches[1]) != widths(self.batches[2])
 
     @property
     def of_micro_batches(self) -> bool:
@@ -467,9 +463,9 @@ def _tested_mean(
             doubt = f"{whole.name} is a mean over {by_class:g} classes of its items, or over all positions"
             return candidate.judged(doubt, rules=others, times=by_class)
         # A model's own is treated as a router loss (Bamba's z-loss).
-        own = compared.setting.custom or compared.setting.func
+        is_custom = compared.setting.custom or compared.setting.func
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
-        return candidate.judged(doubt if own else "", how=How.ROUTER, rules=rules[:1], times=times)
+        return candidate.judged(doubt if is_custom else "", how=How.ROUTER, rules=rules[:1], times=times)
     if not compared.apart and whole.term.readable and (rules or whole.term.divides):
         return candidate.judged(rules=rules, times=times)
     samples, rows = [sample_count(batch) for batch in batches], [each.term.rows for each in candidate.seen]

@@ -146,7 +146,7 @@ class _Observation:
             self._restore()
             if readings and not settled:
                 again = choice.found is not None
-                compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number)
+                compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
                 settled = choice.take(split, conclude(compared), readings[0])
             following = None if settled else next(search, None)
             settled = following is None or choice.needs_no(following)

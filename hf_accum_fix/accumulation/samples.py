@@ -45,7 +45,7 @@ class Split(NamedTuple):
     @property
     def pads(self) -> bool:
         """Whether a part is padded further in the whole."""
-        return self.apart and bool(widths(self.one) ^ widths(self.other))
+        return self.apart and bool(_widths(self.one) ^ _widths(self.other))
 
     @property
     def shows_coupling(self) -> bool:
@@ -56,8 +56,8 @@ class Split(NamedTuple):
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
     """Splits of a window's samples, most reliable first; a model may be unable to run some of them.
 
-    Rows of its most informative micro-batch; two micro-batches and the batch of both; rows in two or three blocks, one
-    row of each a sample (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
+    Rows of its most informative micro-batch, first as narrow as they are; several micro-batches and the batch of all;
+    rows in two or three blocks, one of each a sample (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
     """
     ordered = sorted(window, key=_informative, reverse=True)
     batch, rows = ordered[0], sample_count(ordered[0])
@@ -66,7 +66,7 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     # If a column names tasks, observe them together.
     unseen = _unseen(window, batch)
     # One of another width shows whether the loss depends on padding.
-    others.sort(key=lambda each: (-len(unseen & _marks(each)), -len(widths(batch) ^ widths(each))))
+    others.sort(key=lambda each: (-len(unseen & _marks(each)), -len(_widths(batch) ^ _widths(each))))
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
     by_rows = [each for each in alike if rows > 1 and _divides(each, rows)]
     if by_row := bool(by_rows) and by_rows[0] is batch:
@@ -135,7 +135,7 @@ def _narrowed(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
     counts = [float(rule.count(_rows(whole, [row]))) for row in every]
     for least in sorted(every, key=lambda row: (not counts[row], lengths[row], counts[row]))[:2]:
         one, other = (_narrow(_rows(whole, rows)) for rows in ([least], [row for row in every if row != least]))
-        if whole is not batch or widths(one) ^ widths(other):
+        if whole is not batch or _widths(one) ^ _widths(other):
             yield whole, one, other
 
 
@@ -155,7 +155,7 @@ def _narrow(part: Batch) -> Batch:
 def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
     """Four micro-batches of one sample as one batch, the narrowest or the widest, and the rest."""
     chosen = [batch, *others[:1], *others[1:][2 - _ENOUGH :]]
-    chosen.sort(key=lambda each: sum(width for _, width in widths(each)))
+    chosen.sort(key=lambda each: sum(width for _, width in _widths(each)))
     for one, *more in (chosen, chosen[::-1]) if len(chosen) > 2 else ():
         rest: Batch | None = more[0]
         for each in more[1:]:
@@ -198,7 +198,7 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
     return {(key, each) for key, each in marks - _marks(batch) if key in few}
 
 
-def widths(batch: Batch) -> set[tuple[str, int]]:
+def _widths(batch: Batch) -> set[tuple[str, int]]:
     """The number of columns of inputs that have rows and columns."""
     return {(key, value.shape[1]) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 2}
 

@@ -89,7 +89,7 @@ def repeated() -> dict[str, Any]:
 
 
 def collectives() -> dict[str, Any]:
-    """Collectives of a window, after those that are corrected for any case, and reductions of gradients in it."""
+    """Collectives of a window, after those that are corrected in any case, and reductions of gradients in it."""
     head = HEADS["bert-mlm"]
     model = torch.nn.parallel.DistributedDataParallel(head.build())
     reduced = []
