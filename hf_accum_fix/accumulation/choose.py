@@ -34,6 +34,8 @@ class Choice:
     failure: Exception | None = None
     _of_kind: dict[str, tuple[LossContract, Reading]] = field(default_factory=dict)
     _kind: str = ""
+    #: What every split shows.
+    _seen: list[LossContract] = field(default_factory=list)
     #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
     _open: set[str] = field(default_factory=set)
 
@@ -43,6 +45,7 @@ class Choice:
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
+        self._seen.append(latest)
         is_enough = _is_clear(latest, split) and (split.tasks or not latest.doubt)
         if (split.narrowed or split.tasks) and not is_enough:
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
@@ -76,6 +79,8 @@ class Choice:
             assert self.failure is not None
             raise self.failure
         found = self.found
+        for each in self._seen:
+            found = found.fitting_as_well(each)
         # If rows belong together, that was the cause.
         if self._open and found.exact and self._kind in ("narrowed", "rows"):
             found = replace(found, doubt=_OF_ONE)

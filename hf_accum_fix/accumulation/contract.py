@@ -62,6 +62,11 @@ class TermSpec:
         """Equal in every batch of one loss: all but counts."""
         return (self.shape, self.place, self.how, self.counts)
 
+    def with_rules_of(self, other: TermSpec) -> TermSpec:
+        """With those of its rules that the same term of another window has."""
+        rules = tuple(rule for rule in self.rules if rule in other.rules and is_near(self.times, other.times))
+        return replace(self, rules=rules, times=self.times if rules else 1.0)
+
     @property
     def is_guess(self) -> bool:
         """Whether it was found by values alone: a sum, or a mean over a count that no rule gives for sure."""
@@ -210,6 +215,12 @@ class LossContract:
             for place, each in enumerate(self.terms)
         )
         return self if terms == self.terms else replace(self, terms=terms)
+
+    def fitting_as_well(self, other: LossContract) -> LossContract:
+        """With the rules that also counted each term in another batch: one that did not is no rule of it."""
+        counted = {each.form: each for each in other.terms if each.how is How.MEAN and each.count}
+        terms = (each if each.form not in counted else each.with_rules_of(counted[each.form]) for each in self.terms)
+        return replace(self, terms=tuple(terms))
 
     @property
     def is_guess(self) -> bool:

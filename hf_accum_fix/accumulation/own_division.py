@@ -75,6 +75,8 @@ def own_division(
         why = ""
         if unknown:
             why = "it is scaled by the accumulation steps or the batch size in an unknown way; the scale is kept"
+        elif own and spec.how is How.PLAIN:
+            why = "it is divided by the accumulation steps, and cannot be read; the stock Trainer's scale is kept"
         elif either and not own and not (numbers and found.takes_world_size):
             why = (
                 f"the constant {either[0]:g} may be a coefficient or the trainer's division by the accumulation steps; "

@@ -61,10 +61,10 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     """
     ordered = sorted(window, key=_informative, reverse=True)
     batch, rows = ordered[0], sample_count(ordered[0])
-    # The least similar one with targets comes first.
-    others = [each for each in reversed(ordered[1:]) if _informative(each)[0]] or ordered[1:]
     # If a column names tasks, observe them together.
     unseen = _unseen(window, batch)
+    # The least similar one with targets comes first.
+    others = [each for each in reversed(ordered[1:]) if _informative(each)[0] or unseen & _marks(each)] or ordered[1:]
     # One of another width shows whether the loss depends on padding.
     others.sort(key=lambda each: (-len(unseen & _marks(each)), -len(_widths(batch) ^ _widths(each))))
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
@@ -183,10 +183,10 @@ def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
 
 
 def _marks(batch: Batch) -> set[tuple[str, int]]:
-    """The values in columns of integers, which may name tasks."""
+    """The values in columns of integers, which may name tasks; what is negative is no label."""
     vectors = [(key, value) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 1]
     columns = [(key, value) for key, value in vectors if not value.is_floating_point() and "label" not in key]
-    return {(key, each) for key, value in columns for each in value.tolist()}
+    return {(key, each) for key, value in columns for each in value.tolist() if each >= 0}
 
 
 def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:

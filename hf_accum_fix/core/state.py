@@ -119,6 +119,10 @@ class TrainingState:
 
     def take(self, contract: LossContract, loss: LossState) -> None:
         """Use a contract from this window on."""
+        for before in (loss.contract, *loss.earlier):
+            # A loss of one term is corrected, and keeps a single rule.
+            if before is not None and len(contract.terms) > 1:
+                contract = contract.fitting_as_well(before)
         if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
             loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
         loss.contract = contract

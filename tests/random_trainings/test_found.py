@@ -64,6 +64,8 @@ EXACT = found("""
 """)
 #: Exact, or said.
 FOUND = EXACT | found("""
+    a mean over positions, as many for every sample of the second window
+      flooded super-and-teacher-log no-mask ragged,rare 2x4 seed=41530 declares-false uneven loop
     another column of labels beside one label a sample
       sum-of-classes own-number-by-hand other-labels alike 2x4 seed=0
     several ways of counting fit the micro-batch seen
