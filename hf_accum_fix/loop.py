@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import (
+    has_z_loss,
     inside_ddp,
     is_compiled,
     products_are_rounded,
@@ -145,6 +146,7 @@ class LoopHost(Host):
             steps=self.steps,
             world_size=self.world_size,
             rounded=products_are_rounded(model) or getattr(self.accelerator, "mixed_precision", "no") != "no",
+            has_z_loss=has_z_loss(self.bare(model)),
         )
         with self.loss_run(batches) as loss:
             # Every forward of a sharded model is a collective.

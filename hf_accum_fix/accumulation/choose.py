@@ -34,6 +34,7 @@ class Choice:
     failure: Exception | None = None
     _of_kind: dict[str, tuple[LossContract, Reading]] = field(default_factory=dict)
     _kind: str = ""
+    _clear: int = 0
     #: What every split shows.
     _seen: list[LossContract] = field(default_factory=list)
     #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
@@ -46,14 +47,14 @@ class Choice:
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
         self._seen.append(latest)
-        is_enough = _is_clear(latest, split) and (split.tasks or not latest.doubt)
+        shows_tasks = split.tasks and latest.doubt.endswith(OTHER_TERMS)
+        # Terms that are alike in two tasks may depend on padding.
+        is_enough = shows_tasks or (not split.tasks and _is_clear(latest, split) and not latest.doubt)
         if (split.narrowed or split.tasks) and not is_enough:
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
             if latest.doubt and not latest.doubt.endswith(OTHER_TERMS):
                 self._open.add(split.kind)
             return False
-        # One row may lack a term that another has.
-        self._open.discard(split.kind)
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
         if not (split.decides or self.found is None or not _may_be_the_split(self.found)):
@@ -67,7 +68,9 @@ class Choice:
         self.found = found
         # If a split failed, one of another kind may look clear by chance.
         is_clear = (confirmed or _is_clear(found, split)) and (split.decides or self.failure is None)
-        return self.sharded or is_clear
+        # Statistics of a batch may be those of one part by chance.
+        self._clear += is_clear
+        return self.sharded or (is_clear and (shows_tasks or not found.weighted or self._clear > 1))
 
     def needs_no(self, following: Split) -> bool:
         """Whether the next split, which cannot show coupled samples, would show nothing new."""

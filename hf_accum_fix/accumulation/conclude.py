@@ -12,7 +12,7 @@ import torch
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items, sample_count
-from hf_accum_fix.accumulation.loss_graph import holds_layers, ignored_index
+from hf_accum_fix.accumulation.loss_graph import holds_layers, ignored_index, weights_elements
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
 
@@ -47,6 +47,7 @@ class Setting:
         multiplies: a custom loss that divides by the number may multiply by the number of ranks.
         upstream_number: the items of this rank's window as the release counts them; None: it does not.
         rounded: matrix products are less precise than float32.
+        has_z_loss: the model's loss has a mean over all positions, a router's loss by convention.
         has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
     """
 
@@ -59,6 +60,7 @@ class Setting:
     world_size: int = 1
     upstream_number: float | None = None
     rounded: bool = False
+    has_z_loss: bool = False
     has_stock: bool = False
 
 
@@ -179,6 +181,7 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         added=adds is not How.MEAN,
         deep=any(each.term.within for terms in seen for each in terms),
         warms=whole.warms,
+        weighted=any(weights_elements(each.term.leaf) for each in seen[0]),
         unseen=len(tested) > 1 and any(each.is_unseen for each in tested),
         shift=next((each.shift for each in seen[0] if each.shift is not None), None),
     )
@@ -388,6 +391,10 @@ def _candidate(terms: Sequence[Sequence[TermReading]], place: int | None, compar
     if targets is not None and counts == tuple(max(n, 1.0) for n in targets):
         # It divides by at least 1.
         counts = tuple(targets)
+    if moving and not numbered and compared.apart and not is_near(counts[0], counts[1] + counts[2], 1e-5):
+        # A part without items divides by at least 1.
+        without = tuple(0.0 if n == 1 and each.value == 0 else n for n, each in zip(counts, first, strict=True))
+        counts = without if is_near(without[0], without[1] + without[2], 1e-5) else counts
     if not numbered and _are_numbers(counts, numbers, compared):
         # A mean times items / number: the product is 1 / number.
         numbered = moving
@@ -462,10 +469,9 @@ def _tested_mean(
             # Smoothed labels: as many classes as positions.
             doubt = f"{whole.name} is a mean over {by_class:g} classes of its items, or over all positions"
             return candidate.judged(doubt, rules=others, times=by_class)
-        # A model's own is treated as a router loss (Bamba's z-loss).
-        is_custom = compared.setting.custom or compared.setting.func
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
-        return candidate.judged(doubt if is_custom else "", how=How.ROUTER, rules=rules[:1], times=times)
+        doubt = "" if compared.setting.has_z_loss else doubt
+        return candidate.judged(doubt, how=How.ROUTER, rules=rules[:1], times=times)
     if not compared.apart and whole.term.readable and (rules or whole.term.divides):
         return candidate.judged(rules=rules, times=times)
     samples, rows = [sample_count(batch) for batch in batches], [each.term.rows for each in candidate.seen]
@@ -475,7 +481,9 @@ def _tested_mean(
     # Lists of targets divide by at least 1.
     listed = bool(rules) and rules[0].entry is not None
     if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], min(tolerance, 1e-5))):
-        return candidate.judged(f"a factor of {whole.name} {NO_COUNT}", how=How.PLAIN)
+        # A mean times the samples of its batch is near a sum.
+        grows = compared.apart and has_values and _growth([value or 0.0 for value in values], compared)[0]
+        return candidate.judged(f"a factor of {whole.name} {NO_COUNT}", how=How.PLAIN, grows=grows)
     if not whole.term.readable:
         return _unreadable(candidate, compared, tolerance)
     sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]

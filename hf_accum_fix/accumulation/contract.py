@@ -114,6 +114,7 @@ class LossContract:
         by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
         warms: a term was multiplied by zero, and may come later.
+        weighted: its elements have weights of their own, which may be statistics of the batch.
         unseen: one of its terms was zero in every sample, so that coupled samples in it would not be detected.
         grouped: rows belong together in groups, as far as one window shows.
         conclusive: False: it is observed again in the next window.
@@ -138,6 +139,7 @@ class LossContract:
     by_divisor: bool = False
     doubt: str = ""
     warms: bool = False
+    weighted: bool = False
     unseen: bool = False
     grouped: bool = False
     conclusive: bool = True

@@ -68,7 +68,8 @@ class Items:
             items are the samples.
         ignore_index: value of a position that is no target (0 in a mask); None: every element is a target.
         shift: the loss drops position 0 of the last axis, as causal heads do.
-        mask: an input whose zeros also remove positions from the loss (LLaVA's attention mask up to 4.51).
+        mask: an input of the same shape whose zeros also remove positions from the loss (LLaVA's attention mask up to
+            4.51).
         width_of: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering
             clamps answers outside the text to that width and ignores it).
         entry: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or
@@ -108,8 +109,10 @@ class Items:
         found = torch.ones_like(value, dtype=torch.bool) if self.ignore_index is None else value != self.ignore_index
         if self.width_of is not None:
             found = found & (value < inputs[self.width_of].shape[1])
-        if self.mask is not None and isinstance(inputs.get(self.mask), Tensor):
-            found = found & (inputs[self.mask] != 0)
+        mask = None if self.mask is None else inputs.get(self.mask)
+        # Of the source, it was as wide as the targets by chance where this rule was found.
+        if isinstance(mask, Tensor) and mask.shape == found.shape:
+            found = found & (mask != 0)
         # Labels of one axis are one target per sample, which is not shifted.
         if self.shift and found.ndim > 1:
             found[..., 0].fill_(False)
@@ -183,9 +186,10 @@ class Items:
     def _first_place(self, inputs: Mapping[str, Any]) -> int | Tensor:
         """The first position that may be a target, as a flat index (a tensor [1] where it depends on a mask)."""
         value = inputs[self.keys[0]]
-        if self.mask is None or not isinstance(inputs.get(self.mask), Tensor):
+        mask = None if self.mask is None else inputs.get(self.mask)
+        if not isinstance(mask, Tensor) or mask.shape != value.shape:
             return int(self.shift and value.shape[-1] > 1)
-        allowed: Tensor = inputs[self.mask] != 0
+        allowed: Tensor = mask != 0
         if self.shift:
             allowed[..., 0] = False
         return allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True)

@@ -254,14 +254,16 @@ class _Reader:
         """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
         below = _live(node)[0]
         stacked, parts = _stacked(below[0]), [(below, path)]
+        # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
+        multiplies = type(node).__name__.startswith("Dot") and (bool(stacked) or len(_live(node)) > 1)
+        hides = node if multiplies else below[0] if _does(below[0]) == "choose" else None
+        if hides is not None:
+            yield Term(type(hides).__name__, node, path, readable=False, learnt=_is_learnt(node))
+            return
         if self.inside and stacked:
             path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
             for each in stacked:
                 yield from self.terms(each, path.below(each[0]))
-            return
-        if _does(below[0]) == "choose":
-            # The selection depends on all elements.
-            yield Term(type(below[0]).__name__, node, path, readable=False, learnt=_is_learnt(node))
             return
         if does == "mean" and _adds_a_number(below[0]):
             # mean(x + number) = mean(x) + number
@@ -402,15 +404,45 @@ def _inner(edge: Edge) -> Iterator[Factor]:
 
 def holds_layers(node: Any) -> bool:
     """Whether there is a layer of a model among the nodes searched below one."""
+    return any(_is_layer(each) for each in _below(node))
+
+
+def weights_elements(node: Any) -> bool:
+    """Whether elements of a reduction are multiplied, above the first layer, by numbers of their own without gradient.
+
+    These may be statistics of the batch, such as the mean reward or the weights of its classes.
+    """
+    return any(map(_has_weights, _below(node)))
+
+
+def _below(node: Any) -> Iterator[Any]:
+    """A node and those below it, down to the first layers."""
     seen, pending = {node}, [node]
     while pending and len(seen) < _MOST_BELOW:
         below = pending.pop()
-        if type(below).__name__.startswith(_LAYERS):
-            return True
-        new = {each for each, _ in _live(below)} - seen
+        yield below
+        new = set() if _is_layer(below) else {each for each, _ in _live(below)} - seen
         seen |= new
         pending.extend(new)
-    return False
+
+
+def _is_layer(node: Any) -> bool:
+    return type(node).__name__.startswith(_LAYERS)
+
+
+def _has_weights(node: Any) -> bool:
+    """Whether a node multiplies a tensor by another one without gradient."""
+    if any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight")):
+        return not _is_layer(node)
+    if not type(node).__name__.startswith(("MulBackward", "DivBackward", "WhereBackward")):
+        return False
+    try:
+        found = _factor(node)
+    except ContractError:
+        # A tensor that was not saved, and so no single number.
+        return True
+    value = 1.0 if found is None or found[1].learnt else found[1].value
+    return isinstance(value, Tensor) and value.numel() > 1
 
 
 def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:

@@ -75,6 +75,7 @@ class _Observation:
         writes: the loss depends on state that its forward writes; None: not tested.
         divides: without the number it is a mean, and with it the sum over the number, though the graph hides that.
         moves: it depends on the number in any way.
+        _known: the forward of the last split's batch.
     """
 
     loss: LossRun
@@ -87,6 +88,7 @@ class _Observation:
     writes: bool | None = None
     divides: bool = False
     moves: bool = False
+    _known: Reading | None = None
 
     def contract(self) -> LossContract:
         """How the loss is reduced."""
@@ -127,7 +129,7 @@ class _Observation:
 
     def _compared(self) -> LossContract:
         """The contract by the first split of the samples that shows the loss."""
-        choice, settled = Choice(self.setting.has_stock, self.sharded), False
+        choice, settled, self._known = Choice(self.setting.has_stock, self.sharded), False, None
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
         search = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
         split = next(search)
@@ -144,6 +146,7 @@ class _Observation:
             self._note_writes(split, readings)
             self._note_draws(split, readings)
             self._restore()
+            self._known = readings[0] if readings else None
             if readings and not settled:
                 again = choice.found is not None
                 compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
@@ -157,11 +160,14 @@ class _Observation:
     def _three(self, split: Split) -> tuple[list[Reading], bool]:
         """The forwards of a batch and its two parts, and whether the model would divide by the number."""
         handed, readings = self.setting.handed, list[Reading]()
+        known = self._known if self._known is not None and self._known.batch is split.whole else None
+        # The split before may have divided the same batch.
+        is_known = not self.ranks.any(known is None)
         for at, batch in enumerate(split[:3]):
             number = NUMBERS[at] if handed == "all" else SHOWN if handed == "last" and at == 2 and split.apart else None
             if readings:
                 self._restore()
-            readings.append(self._run(batch, number))
+            readings.append(known if at == 0 and is_known and known is not None else self._run(batch, number))
         if handed != "last" or readings[2].number is None:
             return readings, False
         explained = without_number(readings)

@@ -225,7 +225,8 @@ def _differing(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
 def _matters(before: Any, now: Any) -> bool:
     """Whether a loss may depend on a difference."""
     if isinstance(before, list):
-        is_log = all(isinstance(each, (int, float, str)) for each in now[len(before) :])
+        # Words and counts may be a log.
+        is_log = not any(map(_holds_numbers, now[len(before) :]))
         return not (is_log and _same(before, now[: len(before)]))
     if not isinstance(before, dict):
         return isinstance(before, np.ndarray)
@@ -240,10 +241,10 @@ def _matters(before: Any, now: Any) -> bool:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether a value is a number, or a few, that a loss may use later: its first value, a moving average."""
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_numbers, value))
-    return isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    """Whether a value holds numbers that a loss may use later: its first value, a moving average, a queue."""
+    if isinstance(value, (list, tuple, deque, dict)):
+        return any(map(_holds_numbers, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (float, Tensor))
 
 
 def _get_items(value: dict[Any, Any]) -> dict[Any, Any]:

@@ -70,9 +70,10 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
     by_rows = [each for each in alike if rows > 1 and _divides(each, rows)]
     if by_row := bool(by_rows) and by_rows[0] is batch:
-        if unseen and (both := _joined(batch, others[0])) is not None:
+        both = _joined(batch, others[0]) if others and (unseen or rows < _ENOUGH) else None
+        if unseen and both is not None:
             yield Split(both, batch, others[0], tasks=True, kind="tasks")
-        for parts in _narrowed(batch, others):
+        for parts in _narrowed(batch, both):
             yield Split(*parts, kind="narrowed", narrowed=True)
         for_all = by_rows if unseen else by_rows[:1]
         yield from _of_one_kind("rows", chain.from_iterable(map(_row_alone, for_all)))
@@ -114,18 +115,21 @@ def _of_one_kind(kind: str, found: Iterable[Parts]) -> Iterator[Split]:
 
 
 def _row_alone(batch: Batch) -> Iterator[Parts]:
-    """The row with the fewest targets, and the others."""
+    """The row with the fewest targets, and the others; then the row that is least like it."""
     rows = sample_count(batch)
     least = _least_row(batch, rows)
-    return _divided([batch], [int(row != least) for row in range(rows)])
+    by_row = [least, *(row for row in range(rows) if row != least)]
+    # Of two rows the other leaves the same parts.
+    for alone in dict.fromkeys((least, _least_alike(batch, by_row) if rows > 2 else least)):
+        yield from _divided([batch], [int(row != alone) for row in range(rows)])
 
 
-def _narrowed(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
-    """A short row with targets, and all others, as their collator would have padded them; another, if one lacks a term.
+def _narrowed(batch: Batch, joined: Batch | None) -> Iterator[Parts]:
+    """A short row with targets, and all others, as their collator would have padded them; and two more such rows.
 
-    A micro-batch of fewer than four samples is joined with another: a pair may not show that it is coupled.
+    The second is next in length, if one lacks a term; the third differs most, since numbers of a batch (its greatest
+    weight) may by chance be those of a row. ``joined``: with another micro-batch, as a pair may not show coupling.
     """
-    joined = _joined(batch, others[0]) if sample_count(batch) < _ENOUGH and others else None
     whole = batch if joined is None or not _divides(joined, sample_count(joined)) else joined
     mask, every = whole.get("attention_mask"), range(sample_count(whole))
     lengths = [0] * len(every)
@@ -133,10 +137,18 @@ def _narrowed(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
         lengths = (mask != 0).sum(1).tolist()
     rule = next(ways_of_counting(whole))
     counts = [float(rule.count(_rows(whole, [row]))) for row in every]
-    for least in sorted(every, key=lambda row: (not counts[row], lengths[row], counts[row]))[:2]:
-        one, other = (_narrow(_rows(whole, rows)) for rows in ([least], [row for row in every if row != least]))
+    rows = sorted(every, key=lambda row: (not counts[row], lengths[row], counts[row]))
+    for least in dict.fromkeys((*rows[:2], _least_alike(whole, rows))):
+        one, other = (_narrow(_rows(whole, its)) for its in ([least], [row for row in every if row != least]))
         if whole is not batch or _widths(one) ^ _widths(other):
             yield whole, one, other
+
+
+def _least_alike(batch: Batch, rows: Sequence[int]) -> int:
+    """The row that differs from the first of some in most of the inputs that are one number for each."""
+    first = rows[0]
+    columns = [value for value in batch.values() if isinstance(value, Tensor) and value.shape == (len(rows),)]
+    return max(rows, key=lambda row: sum(bool(value[row] != value[first]) for value in columns))
 
 
 def _narrow(part: Batch) -> Batch:
@@ -146,10 +158,18 @@ def _narrow(part: Batch) -> Batch:
         return part
     columns = mask.any(0).nonzero().flatten().tolist() or [0]
     own = slice(columns[0], columns[-1] + 1)
-    return {
-        key: value[:, own] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
-        for key, value in part.items()
-    }
+
+    def cut(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:2] != mask.shape or key.startswith("decoder"):
+            return value
+        is_labels, rest = (
+            "label" in key or has_ignored(value),
+            torch.cat([value[:, : own.start], value[:, own.stop :]], 1),
+        )
+        # Labels of another sequence may be as wide by chance.
+        return value if is_labels and bool((rest != -100).any()) else value[:, own]
+
+    return {key: cut(key, value) for key, value in part.items()}
 
 
 def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
@@ -250,16 +270,17 @@ def _rows(batch: Batch, rows: Sequence[int], height: int = 0) -> dict[str, Any]:
 
 
 def _joined(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str, Any] | None:
-    """Two micro-batches as one, padded on the right; None where that cannot be done safely.
+    """Two micro-batches as one, padded on the side where they are; None where that cannot be done safely.
 
     A batch joined with itself keeps what has no rows.
     """
     result: dict[str, Any] = {}
+    on_left = _pads_on_left(one) | _pads_on_left(other)
     for key, value in one.items():
         second: Any = other.get(key)
         joined: Any = None
         if isinstance(value, Tensor) and isinstance(second, Tensor):
-            joined = _concatenated(key, value, second, interleaved=interleaved)
+            joined = _concatenated(key, value, second, interleaved=interleaved, on_left=key in on_left)
         elif isinstance(value, Mapping) and isinstance(second, Mapping):
             joined = _joined(value, second, interleaved=interleaved)
         elif not interleaved and isinstance(value, np.ndarray) and value.ndim and value is second:
@@ -275,14 +296,24 @@ def _joined(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str,
     return result
 
 
-def _concatenated(key: str, one: Tensor, other: Tensor, *, interleaved: bool) -> Tensor | None:
+def _pads_on_left(batch: Batch) -> set[str]:
+    """The inputs that are padded on the left, as wide as the mask that shows it."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask[:, 0].all()) or not bool(mask[:, -1].all()):
+        return set()
+    return {key for key, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == mask.shape}
+
+
+def _concatenated(key: str, one: Tensor, other: Tensor, *, interleaved: bool, on_left: bool) -> Tensor | None:
     """Two inputs as one; position ids of three axes have their samples second."""
     if one.ndim == 0 or one.ndim != other.ndim or not (_is_plain(one) and _is_plain(other)):
         return None
     if one.ndim == 2 or (one.ndim > 1 and not one.is_floating_point()):
         width = max(one.shape[-1], other.shape[-1])
         fill = -100 if "label" in key or has_ignored(one) or has_ignored(other) else 0
-        one, other = (F.pad(each, (0, width - each.shape[-1]), value=fill) for each in (one, other))
+        more = [width - each.shape[-1] for each in (one, other)]
+        sides = [(each, 0) if on_left else (0, each) for each in more]
+        one, other = (F.pad(each, side, value=fill) for each, side in zip((one, other), sides, strict=True))
     axis = int("position" in key and one.ndim == 3 and len(one) == 3)
     if one.movedim(axis, 0).shape[1:] != other.movedim(axis, 0).shape[1:]:
         return None

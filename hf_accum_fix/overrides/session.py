@@ -383,6 +383,7 @@ class Session(Host):
             custom=compute_loss is not None,
             func=self.func is not None,
             multiplies=live.averages_tokens(trainer),
+            has_z_loss=compute_loss is None and self.func is None and declared.has_z_loss(self.bare()),
             has_stock=True,
             steps=self.steps,
             world_size=self.data_ranks,
