@@ -148,15 +148,15 @@ def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
     Source: https://github.com/pytorch/pytorch/issues/187298 (the activation that is dropped).
     """
     for name, module in model.named_modules():
-        layer = f"{name or 'the model'} ({type(module).__name__})"
+        name, kind = name or "the model", type(module).__name__
         if _is_wrapper(module):
             raise UnsupportedSetupError(
-                f"{layer} is wrapped already, and the wrapper may hold the layers that would be replaced: expected "
-                "a plain model; convert first, then wrap, then make the optimizer"
+                f"{name} is wrapped already ({kind}), and the wrapper may hold the layers that would be replaced; "
+                "convert first, then wrap, then make the optimizer"
             )
         if isinstance(module, _BatchNorm) and type(module) not in (*_PLAIN, nn.SyncBatchNorm):
             raise UnsupportedSetupError(
-                f"got {layer}; expected plain BatchNorm layers: torch's converter would drop what else this one "
+                f"got {name} ({kind}); expected plain BatchNorm layers: torch's converter would drop what else this one "
                 "computes; convert it by its own library's converter (timm: timm.layers.convert_sync_batchnorm), "
                 "before wrapping, or, if it is lazy, after one forward"
             )

@@ -8,13 +8,12 @@ They add what they measure to the Trainer's log at each ``logging_steps``, so th
 ``hf_accum_fix.monitor``; their number is logged too. Reductions and host reads happen only then (and at every hundredth
 step for the replicas): all callbacks of a trainer share one sum over the ranks.
 
-    callback    the base: one log, to which all callbacks of a trainer add
+    callback    the base: what a trainer does, and one log to which all its callbacks add
     loss        the loss, and all that is judged by it
     across_ranks  what ranks have in common, or should not have: replicas, BatchNorm, pace, samples
     gradients   the gradient over time, of single ranks, and its noise
     memory      memory
     together    all of them as one
-    listening   listen to the calls of a method
 """
 
 from __future__ import annotations

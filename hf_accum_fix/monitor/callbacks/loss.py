@@ -65,14 +65,12 @@ class LossCallback(MonitorCallback):
         self._check = LossCheck()
         self._steps, self._repeats, self._hook = 1, False, None
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Listen to ``Trainer.training_step`` and to the model too; of a resumed run, find the last batch."""
-        super().on_train_begin()
+    def watch(self, model: Any) -> None:
+        """Listen to the model; of a resumed run, find the last batch."""
         state = self.trainer.state
         self._logged_at = state.global_step
         if state.global_step:
             self._schedule.load_state_dict(_last_batches(state.log_history))
-        self.listen(self.trainer, "training_step", self._after_step)
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
 
@@ -82,6 +80,17 @@ class LossCallback(MonitorCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
+        """Take its loss and its items into account."""
+        counted, loss = self._items(inputs), loss.detach()
+        steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
+        self._steps = steps or self.trainer.args.gradient_accumulation_steps
+        self._of_head.update(self._check.trained(loss, counted, items, self._steps), counted)
+        if items is None:
+            self._of_trainer.update(loss * self._steps, counted)
+        else:
+            self._of_trainer.update_sum(loss * items, counted)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """A step has ended."""
@@ -153,24 +162,6 @@ class LossCallback(MonitorCallback):
     def _after_forward(self, model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._check.forward(output, kwargs.get("labels"))
-
-    def _after_step(
-        self,
-        loss: Tensor,
-        model: Any,
-        inputs: Mapping[str, Any],
-        num_items_in_batch: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        items, loss = self._items(inputs), loss.detach()
-        steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
-        self._steps = steps or self.trainer.args.gradient_accumulation_steps
-        self._of_head.update(self._check.trained(loss, items, num_items_in_batch, self._steps), items)
-        if num_items_in_batch is None:
-            self._of_trainer.update(loss * self._steps, items)
-        else:
-            self._of_trainer.update_sum(loss * num_items_in_batch, items)
 
 
 def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
