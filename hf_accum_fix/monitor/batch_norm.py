@@ -156,8 +156,8 @@ def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
             )
         if isinstance(module, _BatchNorm) and type(module) not in (*_PLAIN, nn.SyncBatchNorm):
             raise UnsupportedSetupError(
-                f"got {name} ({kind}); expected plain BatchNorm layers: torch's converter would drop what else this one "
-                "computes; convert it by its own library's converter (timm: timm.layers.convert_sync_batchnorm), "
+                f"got {name} ({kind}); expected plain BatchNorm layers: torch's converter would drop what else this "
+                "one computes; convert it by its own library's converter (timm: timm.layers.convert_sync_batchnorm), "
                 "before wrapping, or, if it is lazy, after one forward"
             )
     return _converted(model, process_group)

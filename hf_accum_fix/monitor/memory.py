@@ -131,7 +131,6 @@ class MemoryMonitor(Gathered[MemoryReading]):
             self._merged *= 2
 
     def row(self) -> Tensor:
-        """As in `Gathered`: no device sync."""
         used, reserved, peak = self._now()
         steps = range(self._step + 1 - len(self._sizes), self._step + 1)
         its = trend(list(map(float, steps)), list(self._sizes), self._before)
@@ -141,7 +140,6 @@ class MemoryMonitor(Gathered[MemoryReading]):
         return torch.tensor(row, dtype=torch.float64)
 
     def reading(self, table: Tensor) -> MemoryReading:
-        """As in `Gathered`."""
         kinds, rows = list(TrendKind), table.tolist()
         return MemoryReading(
             tuple(RankMemory(of[0], of[1], of[2], of[3], Trend(kinds[int(of[4])], *of[5:])) for of in rows)

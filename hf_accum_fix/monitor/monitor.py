@@ -94,20 +94,15 @@ class Monitor:
         self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
-        self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
         self._steps_logged, self._agreed = 0, False
         self._items: Tensor | float = 0.0
         self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
-        self._rank_gradients: RankGradients | None = None
-        self._replicas: Replicas | None = None
-        self._noise: NoiseScale | None = None
-        self._pace = Pace(model, self._ranks) if self._ranks.size > 1 else None
-        if noise_scale_every is not None:
-            every = noise_scale_every
-            self._noise = self._made("gradient noise scale", lambda: NoiseScale(model, every, self._ranks))
-        if self._ranks.size > 1:
-            self._rank_gradients = self._made("gradients of single ranks", self._attached)
-            self._replicas = self._made("replicas", lambda: Replicas(model, optimizer, self._ranks, check_every))
+        several, every = self._ranks.size > 1, noise_scale_every
+        self._samples = SharedSamples(self._ranks) if several else None
+        self._pace = Pace(model, self._ranks) if several else None
+        self._noise = self._made("gradient noise scale", every, lambda: NoiseScale(model, every or 1, self._ranks))
+        self._rank_gradients = self._made("gradients of single ranks", several, self._attached)
+        self._replicas = self._made("replicas", several, lambda: Replicas(model, optimizer, self._ranks, check_every))
 
     @property
     def stop(self) -> bool:
@@ -188,10 +183,12 @@ class Monitor:
         reading = readings[self._meter]
         found = self._meter.logged(reading)
         rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
-        self._say(self._rank_loss.judge(reading))
-        for judge in self._of_loss:
-            self._say(judge.judge(reading, rate, epoch))
-        self._say(self._first.judge(reading, self._guess))
+        for alarm in (
+            self._rank_loss.judge(reading),
+            *(judge.judge(reading, rate, epoch) for judge in self._of_loss),
+            self._first.judge(reading, self._guess),
+        ):
+            self._say(alarm)
         if accuracy is not None:
             self._say(self._accuracy.judge(reading.mean, accuracy))
         for each in watching:
@@ -239,10 +236,10 @@ class Monitor:
         gradients.attach(self._model)  # type: ignore[arg-type]
         return gradients
 
-    def _made(self, what: str, make: Callable[[], T]) -> T | None:
-        """A monitor; None, with one warning, where the setup does not allow it."""
+    def _made(self, what: str, wanted: bool | int | None, make: Callable[[], T]) -> T | None:
+        """A monitor; None where it is not wanted, or, with one warning, where the setup does not allow it."""
         try:
-            return make()
+            return make() if wanted else None
         except UnsupportedSetupError as error:
             if self._ranks.rank == 0:
                 logger.warning("%s not watched: %s", what, error)

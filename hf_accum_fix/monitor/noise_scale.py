@@ -168,7 +168,6 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         self._listen()
 
     def row(self) -> Tensor:
-        """As in `Gathered`: one device sync."""
         rows = torch.zeros(self._windows, 4, dtype=torch.float64)
         if self._unread:
             found = torch.stack([torch.cat([sums, norm.reshape(1)]) for sums, norm in self._unread])
@@ -178,7 +177,6 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         return rows.flatten()
 
     def reading(self, table: Tensor) -> NoiseScaleReading:
-        """As in `Gathered`."""
         for shares, items, count, norm in table.sum(0).view(-1, 4).tolist():
             if count < 2:
                 continue

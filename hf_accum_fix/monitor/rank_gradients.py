@@ -148,7 +148,6 @@ class RankGradients(Gathered[RankGradientsReading]):
             self._squares.clear()
 
     def row(self) -> Tensor:
-        """As in `Gathered`: one device sync."""
         norms = torch.zeros(_KEPT + 1, dtype=torch.float64)
         norms[-1] = len(self._norms)
         if self._norms:
@@ -157,7 +156,6 @@ class RankGradients(Gathered[RankGradientsReading]):
         return norms
 
     def reading(self, table: Tensor) -> RankGradientsReading:
-        """As in `Gathered`."""
         steps = int(table[:, -1].min())
         return RankGradientsReading(tuple(map(tuple, table[:, :steps].tolist())))
 

@@ -102,12 +102,6 @@ def fingerprint(what: object) -> int:
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def alike(ranks: Ranks, what: object) -> bool:
-    """Whether every rank describes what it holds in the same words: one collective of one number a rank."""
-    table: list[int] = by_rank(ranks, torch.tensor(fingerprint(what))).tolist()
-    return len(set(table)) == 1
-
-
 #: Most names that ranks compare.
 _NAMES = 64
 
@@ -118,3 +112,8 @@ def on_every_rank(ranks: Ranks, names: Sequence[str]) -> set[str]:
     row[: len(names)] = torch.tensor([fingerprint(name) for name in names], dtype=torch.int64)
     found = [set(of_rank) for of_rank in by_rank(ranks, row).tolist()]
     return {name for name in names if all(fingerprint(name) in its for its in found)}
+
+
+def alike(ranks: Ranks, what: object) -> bool:
+    """Whether every rank describes what it holds in the same words: one collective."""
+    return bool(on_every_rank(ranks, [repr(what)]))

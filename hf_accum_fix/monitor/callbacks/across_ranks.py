@@ -38,12 +38,10 @@ class ReplicasCallback(MonitorCallback):
             self._replicas = None  # What one rank cannot compare nobody waits for.
 
     def watch(self, model: Any) -> None:
-        """Collect its tensors, and the optimizer's."""
         if self.ranks.size > 1:
             self._replicas = Replicas(model, self.trainer.optimizer, self.ranks, self._every)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Compare, if it is due."""
         if self._replicas is not None:
             self.say(self._replicas.step())
 
@@ -86,12 +84,10 @@ class PaceCallback(MonitorCallback):
     _model: Any = None
 
     def watch(self, model: Any) -> None:
-        """Listen to the model as it is called."""
         if self.ranks.size > 1 and self._model is not model:
             self._model, self.monitor = model, Pace(model, self.ranks)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step has ended."""
         if self.monitor is not None:
             self.monitor.step()
 
@@ -119,7 +115,6 @@ class SharedSamplesCallback(MonitorCallback):
         self.monitor = self._samples if self.ranks.size > 1 else None
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
-        """Take its samples."""
         samples = self._samples_of(inputs) if self.monitor is not None else None
         if samples is not None:
             self._samples.update(samples)

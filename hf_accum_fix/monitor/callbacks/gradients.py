@@ -31,7 +31,6 @@ class GradientNormCallback(MonitorCallback):
         self._items: Tensor | int = 0
 
     def watch(self, model: Any) -> None:
-        """Know the norm that the Trainer clips to."""
         self._norms.max_norm = self.trainer.args.max_grad_norm or None
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
@@ -42,7 +41,6 @@ class GradientNormCallback(MonitorCallback):
         return super().measured(logs, readings if clips else {self._norms: self._norms.read()})
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
-        """Count its items."""
         self._items = self._items + labels_counted(inputs)
 
     def clipped(self, norm: Tensor | float | None) -> None:
@@ -60,7 +58,6 @@ class RankGradientsCallback(MonitorCallback):
     _model: Any = None
 
     def watch(self, model: Any) -> None:
-        """Register with DDP, which has to be there, and to have no hook yet."""
         if self.ranks.size > 1 and self._model is not model:
             self._model, self.monitor, gradients = model, None, RankGradients(self.ranks)
             gradients.attach(model)
@@ -94,7 +91,6 @@ class NoiseScaleCallback(MonitorCallback):
         self._ended = False
 
     def watch(self, model: Any) -> None:
-        """Hook its parameters."""
         args = self.trainer.args
         sampling = getattr(args, "train_sampling_strategy", "")
         by_length = getattr(args, "group_by_length", False) or sampling == "group_by_length"
@@ -103,7 +99,6 @@ class NoiseScaleCallback(MonitorCallback):
         self.monitor = NoiseScale(model, self._every, self.ranks, dealt=self._dealt or by_length)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """A window has ended."""
         if self.monitor is not None:
             self.monitor.step(self._norm)
             self._norm, self._ended = None, True
@@ -119,17 +114,14 @@ class NoiseScaleCallback(MonitorCallback):
         self._norm, self._ended = None, False
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer and the model as they were."""
         super().on_train_end()
         self._close()
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
-        """Count its items."""
         if self.monitor is not None:
             self.monitor.micro_batch(self._items(inputs))
 
     def clipped(self, norm: Tensor | float | None) -> None:
-        """Know the norm before it was clipped."""
         self._norm = norm
 
     def _close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,19 +44,12 @@ class LossCallback(MonitorCallback):
 
     Args:
         trainer, ranks: as in `MonitorCallback`.
-        items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
     """
 
     alarms_name = "rank_loss_alarms"
 
-    def __init__(
-        self,
-        trainer: Any,
-        ranks: Ranks | None = None,
-        items: Callable[[Mapping[str, Any]], Tensor | int] | None = None,
-    ) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self._items = items or labels_counted
         self._judge = RankLoss()
         self._trends = (LossTrend(), LossOscillation(), LossStall())
         self._first, self._accuracy, self._schedule = FirstLoss(), AccuracyTrend(), BatchSchedule()
@@ -75,15 +68,13 @@ class LossCallback(MonitorCallback):
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer as it was."""
         super().on_train_end()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
-        """Take its loss and its items into account."""
-        counted, loss = self._items(inputs), loss.detach()
+        counted, loss = labels_counted(inputs), loss.detach()
         steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
         self._steps = steps or self.trainer.args.gradient_accumulation_steps
         self._of_head.update(self._check.trained(loss, counted, items, self._steps), counted)
@@ -93,7 +84,6 @@ class LossCallback(MonitorCallback):
             self._of_trainer.update_sum(loss * items, counted)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step has ended."""
         self._check.step()
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -109,12 +99,10 @@ class LossCallback(MonitorCallback):
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """Mean loss with its error, spread over the ranks, and the most unusual rank."""
-        checked = readings[self._check]
-        verdict = checked.verdict
+        verdict: Verdict = readings[self._check]
         reading = readings[self._of_head if verdict.is_mean else self._of_trainer]
         if not verdict.is_mean:
-            items = reading.total.items
-            reading = reading.times((items / checked.handed if checked.handed else 1.0) / verdict.factor)
+            reading = reading.times((reading.total.items / verdict.handed if verdict.handed else 1.0) / verdict.factor)
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
         for trend in self._trends:

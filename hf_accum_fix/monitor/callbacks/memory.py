@@ -25,7 +25,6 @@ class MemoryCallback(MonitorCallback):
         self._reported: list[TrendKind] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Sample."""
         self._memory.sample()
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partialmethod
 from typing import Any
 
-from hf_accum_fix.monitor.alarms import OnAlarm
+from hf_accum_fix.monitor.alarms import Alarms, OnAlarm
 from hf_accum_fix.monitor.callbacks.across_ranks import (
     BatchNormCallback,
     PaceCallback,
@@ -42,7 +42,7 @@ class MonitorsCallback(MonitorCallback):
         if noise_scale_every is not None:
             self._parts = (*self._parts, NoiseScaleCallback(trainer, ranks, noise_scale_every))
         for part in self._parts:
-            part.alarms.on_alarm = on_alarm
+            part.alarms = Alarms(part.ranks, on_alarm)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Take part in the Trainer's logs, last: every part has counted then."""
@@ -51,7 +51,6 @@ class MonitorsCallback(MonitorCallback):
         super().on_train_begin()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer as it was."""
         super().on_train_end()
         for part in self._parts:
             part.on_train_end(*args, **kwargs)
