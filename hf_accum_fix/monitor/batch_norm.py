@@ -15,7 +15,6 @@ parameters that nobody reduces and nobody steps. The check looks at every parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,14 +58,22 @@ def check_batch_norm(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     samples = {name: _samples(its, per_device_batch, ranks) for name, its in layers.items() if its.training}
     small = {name: count for name, count in samples.items() if count < SMALL_BATCH}
-    step = per_device_batch * accumulation_steps * ranks.size
-    found = [
-        _accumulation(samples, step) if samples and accumulation_steps > 1 else None,
-        _small(small) if small else None,
-        _stale(model, layers, optimizer),
-        _converted_late(model, layers),
-        compare_buffers(model, ranks),
-    ]
+    found = [_stale(model, layers, optimizer), _converted_late(model, layers), compare_buffers(model, ranks)]
+    if small:
+        words = (
+            f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from {_few(small)} "
+            f"samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where there are more ranks, "
+            "GroupNorm, or frozen statistics"
+        )
+        found.insert(0, Alarm("batch-norm-small-batch", words))
+    if samples and accumulation_steps > 1:
+        words = (
+            f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {_few(samples)} samples, "
+            f"while an optimizer step has {per_device_batch * accumulation_steps * ranks.size}; no scaling of loss or "
+            "gradients changes that; use larger micro-batches, SyncBatchNorm (times the ranks), a normalisation "
+            "without batch statistics (GroupNorm), or freeze them"
+        )
+        found.insert(0, Alarm("batch-norm-accumulation", words))
     return tuple(alarm for alarm in found if alarm is not None)
 
 
@@ -149,7 +156,7 @@ def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
     """
     for name, module in model.named_modules():
         name, kind = name or "the model", type(module).__name__
-        if _is_wrapper(module):
+        if {cls.__name__ for cls in type(module).__mro__} & _WRAPPERS:
             raise UnsupportedSetupError(
                 f"{name} is wrapped already ({kind}), and the wrapper may hold the layers that would be replaced; "
                 "convert first, then wrap, then make the optimizer"
@@ -163,6 +170,7 @@ def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
     return _converted(model, process_group)
 
 
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -172,30 +180,6 @@ def _converted(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     for name, child in list(module.named_children()):
         setattr(module, name, _converted(child, group))
     return module
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    names = {cls.__name__ for cls in type(module).__mro__}
-    wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
-    return bool(names & wrappers)
-
-
-def _accumulation(samples: dict[str, int], step: int) -> Alarm:
-    return Alarm(
-        "batch-norm-accumulation",
-        f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {_few(samples)} samples, "
-        f"while an optimizer step has {step}; no scaling of loss or gradients changes that; use larger micro-batches, "
-        "SyncBatchNorm (times the ranks), a normalisation without batch statistics (GroupNorm), or freeze them",
-    )
-
-
-def _small(small: dict[str, int]) -> Alarm:
-    return Alarm(
-        "batch-norm-small-batch",
-        f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from "
-        f"{_few(small)} samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where "
-        "there are more ranks, GroupNorm, or frozen statistics",
-    )
 
 
 def _samples(layer: _BatchNorm, per_device_batch: int, ranks: Ranks) -> int:
@@ -211,7 +195,12 @@ def _few(samples: dict[str, int]) -> str:
 
 def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> Alarm | None:
     """Layers in use whose parameters DDP does not reduce or the optimizer does not step."""
-    trained = list(_trained(layers))
+    trained = [
+        (f"{name}.{key}", parameter)
+        for name, layer in layers.items()
+        for key, parameter in layer.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
     words = []
     if isinstance(model, DistributedDataParallel):
         words.append(("reduced by DDP", model._module_parameters))
@@ -231,13 +220,6 @@ def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> A
         "model was wrapped or the optimizer made, and what the forward uses is not what is trained; convert first "
         "(convert_sync_batch_norm), then wrap, then make the optimizer",
     )
-
-
-def _trained(layers: dict[str, _BatchNorm]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, layer in layers.items():
-        for key, parameter in layer.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                yield f"{name}.{key}", parameter
 
 
 def _converted_late(model: nn.Module, layers: dict[str, _BatchNorm]) -> Alarm | None:

@@ -1,14 +1,7 @@
-"""Every monitor in one object, for any PyTorch loop.
+"""Every monitor in one object, for any PyTorch loop; the README's first example shows one.
 
-    monitor = Monitor(model, optimizer)                        # after the model is wrapped, on every rank
-    for step, batch in enumerate(loader, start=1):
-        ...
-        monitor.step(loss, items)                              # before optimizer.step(): no device sync
-        if step % 10 == 0:
-            logger.log(monitor.log())                          # one collective, a few host reads; alarms are warnings
-
-With accumulation, ``monitor.micro_batch(loss, items)`` for every micro-batch but the last of a step. What the setup
-does not allow (replicas of a sharded model, gradients before FSDP's reduction) is left out, with one warning.
+What the setup does not allow (replicas of a sharded model, gradients before FSDP's reduction) is left out, with one
+warning.
 """
 
 from __future__ import annotations

@@ -12,24 +12,7 @@ DistributedDataParallel shows the local gradient to its communication hook alone
 accumulated gradient of all its micro-batches). It takes one hook: pass the one you use. The default hook below
 divides and all-reduces as DDP does without a hook.
 
-What FSDP allows (read in torch 2.13, not run): `FullyShardedDataParallel.register_comm_hook` shows the hook a unit's
-whole local gradient, for sharded strategies but the hybrid ones; `fully_shard` shows it to the object given to
-`FSDPModule.set_custom_reduce_scatter` as the input to be scattered. Both leave the reduction to the hook, which is why
-nothing is attached there for you: call `add` from yours, and `end_of_step` once a step.
-
-Horovod shows it to the object given as ``compression=``, a parameter at a time, once a step (run over a fake alone):
-
-    class Measured(hvd.Compression.none):
-        @staticmethod
-        def compress(tensor):
-            gradients.add(tensor)
-            return hvd.Compression.none.compress(tensor)
-
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=Measured)
-    gradients = RankGradients(HorovodRanks())        # hf_accum_fix.monitor.ranks
-    ...
-    optimizer.step()
-    gradients.end_of_step()
+The README says how FSDP and Horovod show theirs.
 """
 
 from __future__ import annotations
@@ -113,7 +96,7 @@ class RankGradients(Gathered[RankGradientsReading]):
                 return
             raise UnsupportedSetupError(
                 f"{type(model).__name__} shows no gradient before its reduction; expected DistributedDataParallel; "
-                "for FSDP see the docstring of hf_accum_fix.monitor.rank_gradients"
+                "for FSDP and Horovod see hf_accum_fix/monitor/README.md, Other engines"
             )
         if hook is None:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -160,7 +143,6 @@ class RankGradients(Gathered[RankGradientsReading]):
         return RankGradientsReading(tuple(map(tuple, table[:, :steps].tolist())))
 
     def judge(self, reading: RankGradientsReading) -> Alarm | None:
-        """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
         if len(reading.norms) < 2:
             return None
         broken = {

@@ -1,12 +1,7 @@
 """The one thing the monitors ask of a distributed engine: the sum of a tensor over the ranks.
 
 A table with a row per rank is a sum too (every rank fills its own row), and so is a broadcast (the others hold
-zeros). An engine needs no more than this to plug in. For Horovod (run over a fake alone: it has no build for
-current torch):
-
-    class HorovodRanks:
-        rank, size = hvd.rank(), hvd.size()
-        def sum(self, tensor): return hvd.allreduce(tensor, op=hvd.Sum)
+zeros). An engine needs no more than this to plug in; the README has Horovod's.
 """
 
 from __future__ import annotations

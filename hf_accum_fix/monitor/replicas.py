@@ -99,7 +99,8 @@ class Replicas:
         """Compare now; every rank calls it and gets the same answer."""
         layouts, prints = self._fingerprints()
         total = sum((place * _MULTIPLIER | 1) * value for place, value in enumerate(prints, start=1))
-        mine = torch.tensor([_signed(total), len(prints), fingerprint(layouts)])
+        # Modulo 2^64, as int64 holds it.
+        mine = torch.tensor([(total + 2**63) % 2**64 - 2**63, len(prints), fingerprint(layouts)])
         table = by_rank(self._ranks, mine).tolist()
         self.difference = None
         if all(row == table[0] for row in table):
@@ -179,9 +180,7 @@ class Replicas:
         return layouts, prints
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._all_tensors():
-            if not self._skip(name):
-                yield name, tensor
+        return ((name, tensor) for name, tensor in self._all_tensors() if not self._skip(name))
 
     def _all_tensors(self) -> Iterator[tuple[str, Tensor]]:
         names = {}
@@ -222,8 +221,3 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     whole = len(flat) * size // 8 * 8 // size
     rest = flat[whole:].view(_BITS[size]).sum(dtype=torch.int64)
     return flat[:whole].view(torch.int64).sum() + rest if whole else rest
-
-
-def _signed(number: int) -> int:
-    """The number modulo 2^64, as int64 holds it."""
-    return (number + 2**63) % 2**64 - 2**63

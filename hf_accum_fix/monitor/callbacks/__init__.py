@@ -10,9 +10,8 @@ step for the replicas): all callbacks of a trainer share one sum over the ranks.
 
     callback    the base: what a trainer does, and one log to which all its callbacks add
     loss        the loss, and all that is judged by it
-    across_ranks  what ranks have in common, or should not have: replicas, BatchNorm, pace, samples
+    across_ranks  what ranks have in common, or should not have: replicas, BatchNorm, pace, samples, memory
     gradients   the gradient over time, of single ranks, and its noise
-    memory      memory
     together    all of them as one
 """
 
@@ -20,6 +19,7 @@ from __future__ import annotations
 
 from hf_accum_fix.monitor.callbacks.across_ranks import (
     BatchNormCallback,
+    MemoryCallback,
     PaceCallback,
     ReplicasCallback,
     SharedSamplesCallback,
@@ -27,7 +27,6 @@ from hf_accum_fix.monitor.callbacks.across_ranks import (
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
 from hf_accum_fix.monitor.callbacks.gradients import GradientNormCallback, NoiseScaleCallback, RankGradientsCallback
 from hf_accum_fix.monitor.callbacks.loss import LossCallback, labels_counted
-from hf_accum_fix.monitor.callbacks.memory import MemoryCallback
 from hf_accum_fix.monitor.callbacks.together import MonitorsCallback, all_callbacks
 
 __all__ = [

@@ -1,18 +1,23 @@
-"""What ranks have in common, or should not have, as callbacks: replicas, BatchNorm, pace, samples."""
+"""What ranks have in common, or should not have, as callbacks: replicas, BatchNorm, pace, samples, memory."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.memory import MemoryMonitor
+from hf_accum_fix.monitor.memory_trend import TrendKind
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.ranks import Ranks, alike
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
+
+logger = logging.getLogger("hf_accum_fix.monitor")
 
 
 class ReplicasCallback(MonitorCallback):
@@ -118,6 +123,30 @@ class SharedSamplesCallback(MonitorCallback):
         samples = self._samples_of(inputs) if self.monitor is not None else None
         if samples is not None:
             self._samples.update(samples)
+
+
+class MemoryCallback(MonitorCallback):
+    """`MemoryMonitor`: sampled at every step, decided at every log."""
+
+    alarms_name = "memory_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self.monitor = self._memory = MemoryMonitor(ranks=self.ranks)
+        self._reported: list[TrendKind] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._memory.sample()
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        """As in `MemoryMonitor`; a decision that has changed is logged in words."""
+        ranks = readings[self._memory].ranks
+        kinds = [its.trend.kind for its in ranks]
+        if kinds != self._reported and self.ranks.rank == 0:
+            self._reported = kinds
+            words = "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(ranks))
+            logger.info("step %d: memory of %s", self.trainer.state.global_step, words)
+        return super().measured(logs, readings)
 
 
 def samples_of(inputs: Mapping[str, Any]) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 from hf_accum_fix.monitor.alarms import Alarms, OnAlarm
 from hf_accum_fix.monitor.callbacks.across_ranks import (
     BatchNormCallback,
+    MemoryCallback,
     PaceCallback,
     ReplicasCallback,
     SharedSamplesCallback,
@@ -16,7 +17,6 @@ from hf_accum_fix.monitor.callbacks.across_ranks import (
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
 from hf_accum_fix.monitor.callbacks.gradients import GradientNormCallback, NoiseScaleCallback, RankGradientsCallback
 from hf_accum_fix.monitor.callbacks.loss import LossCallback
-from hf_accum_fix.monitor.callbacks.memory import MemoryCallback
 from hf_accum_fix.monitor.ranks import Ranks
 
 
@@ -73,13 +73,5 @@ class MonitorsCallback(MonitorCallback):
 
 def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:
     """One of each, for this trainer; add them to it."""
-    return (
-        LossCallback(trainer, ranks),
-        GradientNormCallback(trainer, ranks),
-        RankGradientsCallback(trainer, ranks),
-        ReplicasCallback(trainer, ranks),
-        BatchNormCallback(trainer, ranks),
-        PaceCallback(trainer, ranks),
-        SharedSamplesCallback(trainer, ranks),
-        MemoryCallback(trainer, ranks),
-    )
+    kinds = (LossCallback, GradientNormCallback, RankGradientsCallback, ReplicasCallback, BatchNormCallback)
+    return tuple(its(trainer, ranks) for its in (*kinds, PaceCallback, SharedSamplesCallback, MemoryCallback))
