@@ -108,7 +108,7 @@ class Monitor:
             self._samples.update(samples)
 
     def micro_batch(self, loss: Tensor | float | None, items: Tensor | float = 1) -> None:
-        """Add a micro-batch that is not the last of its step; no device sync.
+        """A micro-batch that is not the last of its step; no device sync.
 
         Args:
             loss: one number, the mean over its items; None on a rank that has none (an early pipeline stage).
@@ -132,15 +132,14 @@ class Monitor:
         """
         self._agree()
         self._step += 1
-        self._meter.update(loss, items)
+        self.micro_batch(loss, items)
         if self._noise is not None:
-            self._noise.micro_batch(items)
             self._noise.step(norm)
         if norm is None and not self._flat:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
         if norm is not None:
-            self._norms.update(norm, self._items + items)
+            self._norms.update(norm, self._items)
         self._items = 0.0
         self._memory.sample()
         if self._pace is not None:

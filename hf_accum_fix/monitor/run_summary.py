@@ -28,8 +28,8 @@ from hf_accum_fix.monitor.run_logs import GUESS, PREFIX, Run, Series
 ENOUGH = 8
 #: Most points behind a slope.
 _POINTS = 60
-#: Fewest logged norms before one that is a spike.
-_NORMS_BEFORE_A_SPIKE = 10
+#: Logged norms that are judged together, and fewest before one that is a spike.
+_NORMS_A_READING, _NORMS_BEFORE_A_SPIKE = 20, 10
 #: A loss of exactly zero after one above this is no loss: a Trainer logs nan so.
 _NOT_ZERO = 0.01
 #: Ratio of the last tenth of the losses to the best that is divergence, where it is halfway back to the first.
@@ -220,13 +220,14 @@ def _norms(run: Run) -> tuple[GradientNorms | None, list[Alarm]]:
     usual = series.where(lambda norm: math.isfinite(norm) and norm > 0).values
     every = (series.steps[-1] - series.steps[0]) / (len(series) - 1) if len(series) > 1 else 1.0
     norms, found, spikes = GradientNorm(every=every, before_a_spike=_NORMS_BEFORE_A_SPIKE), dict[str, Alarm](), []
-    for step, norm in zip(series.steps, series.values, strict=True):
-        norms.add([norm], [math.nan])
+    for part in blocks(len(series), len(series) // _NORMS_A_READING + 1):
+        norms.add([series.values[place] for place in part], [math.nan] * len(part))
         reading = norms.reading_of()
-        spikes += [step] * len(reading.spikes)
+        spikes += sorted(series.steps[part[-1] - its.steps_ago] for its in reading.spikes)
         alarm = norms.judge(replace(reading, spikes=()))
         if alarm is not None:
-            found.setdefault(alarm.kind, replace(alarm, message=f"by step {step:.0f}, {alarm.message}"))
+            words = f"by step {series.steps[part[-1]]:.0f}, {alarm.message}"
+            found.setdefault(alarm.kind, replace(alarm, message=words))
     if spikes:
         where = ", ".join(f"{step:.0f}" for step in spikes[:5])
         words = f"{len(spikes)} spike{'s' * (len(spikes) > 1)} of the gradient norm, at step {where}; {LOOK_AT}"
@@ -285,7 +286,7 @@ def _extras(run: Run, memory: Mapping[str, tuple[Trend, int]]) -> Iterator[tuple
         if len(series):
             highest = max(series.values)
             at = series.steps[series.values.index(highest)]
-            words = f"{series.values[0]:.3g} at first, {highest:.3g} at step {at:.0f}, {series.values[-1]:.3g} last"
+            words = f"{series.values[0]:.4g} at first, {highest:.4g} at step {at:.0f}, {series.values[-1]:.4g} last"
             name = name.removeprefix(PREFIX)
             yield name.replace("_", " "), f"{words}; {memory[name][0]}" if name in memory else words
     of_ranks = {match[1]: run.series[key] for key in run.series if (match := _OF_A_RANK.fullmatch(key))}
