@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.gathered import Gathered
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class NoiseScale(Gathered[NoiseScaleReading]):
                 "engines show no gradient of a whole micro-batch"
             )
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if any(hasattr(its, "placements") or type(its).__name__ == "FlatParameter" for its in self._parameters):
+        if any(map(is_sharded, self._parameters)):
             raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
         if len({its.device for its in self._parameters}) > 1:
             raise UnsupportedSetupError("got parameters on several devices; expected one device for each rank")

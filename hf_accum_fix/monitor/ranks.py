@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Ranks(Protocol):
@@ -112,3 +112,8 @@ def on_every_rank(ranks: Ranks, names: Sequence[str]) -> set[str]:
 def alike(ranks: Ranks, what: object) -> bool:
     """Whether every rank describes what it holds in the same words: one collective."""
     return bool(on_every_rank(ranks, [repr(what)]))
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a rank holds a part of it alone (DTensor, FSDP1)."""
+    return hasattr(parameter, "placements") or type(parameter).__name__ == "FlatParameter"

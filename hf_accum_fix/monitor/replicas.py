@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank, fingerprint
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank, fingerprint, is_sharded
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Odd and without a pattern, so that differences in two tensors do not cancel in a sum (Knuth 1998, 6.4).
@@ -63,7 +63,7 @@ class Replicas:
         self._ranks = ranks or TorchRanks()
         self._every, self._step, self._skip = every, 0, skip
         for name, parameter in model.named_parameters():
-            if hasattr(parameter, "placements") or type(parameter).__name__ == "FlatParameter":
+            if is_sharded(parameter):
                 raise UnsupportedSetupError(
                     f"parameter {name} is sharded ({type(parameter).__name__}): the ranks hold parts, not copies; "
                     "expected data parallelism with whole replicas (DDP, ZeRO 1 and 2); leave this monitor out"

@@ -120,9 +120,9 @@ class _Parts:
         if part not in self._parts:
             self._parts.append(part)
         self._groups = None
-        self._hear(self._trainer, "log", before=self._log)
-        self._hear(self._trainer, "training_step", after=self._micro_batch)
-        self._hear(self._trainer.accelerator, "clip_grad_norm_", after=self._clipped)
+        self._hear(self._trainer, "log", self._log, before=True)
+        self._hear(self._trainer, "training_step", self._micro_batch)
+        self._hear(self._trainer.accelerator, "clip_grad_norm_", self._clipped)
 
     def leave(self, part: MonitorCallback) -> bool:
         """Whether it was the last to leave."""
@@ -138,23 +138,19 @@ class _Parts:
                 setattr(owner, name, standing)
         return True
 
-    def _hear(
-        self,
-        owner: Any,
-        name: str,
-        before: Callable[..., None] = lambda *args, **kwargs: None,
-        after: Callable[..., None] = lambda *args, **kwargs: None,
-    ) -> None:
-        """Be called before a method of this object, and after it with the result in front of its arguments."""
+    def _hear(self, owner: Any, name: str, told: Callable[..., None], *, before: bool = False) -> None:
+        """Be told of every call of a method of this object: before it, or after it with the result in front."""
         # Whoever had put a method there before, and took theirs away after an exception, took ours away as well.
         if name in self._heard and vars(owner).get(name) is self._heard[name][2]:
             return
         method = getattr(owner, name)
 
         def heard(*args: Any, **kwargs: Any) -> Any:
-            before(*args, **kwargs)
+            if before:
+                told(*args, **kwargs)
             result = method(*args, **kwargs)
-            after(result, *args, **kwargs)
+            if not before:
+                told(result, *args, **kwargs)
             return result
 
         self._heard[name] = owner, vars(owner).get(name, _ABSENT), heard
