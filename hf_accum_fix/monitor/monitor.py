@@ -184,8 +184,9 @@ class Monitor:
         if accuracy is not None:
             self._say(self._accuracy.judge(reading.mean, accuracy))
         for each in watching:
-            self._say(each.judge(readings[each]))
-            found |= each.logged(readings[each])
+            its = readings[each]
+            self._say(each.judge(its, reading) if isinstance(each, RankGradients) else each.judge(its))
+            found |= each.logged(its)
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
             found["items_per_step"] = reading.total.items / steps
