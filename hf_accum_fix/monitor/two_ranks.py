@@ -20,7 +20,7 @@ _PER_FALSE_ALARM, _FEWEST_SINCE, _LAST = 1_000, 5, 64
 #: Readings over which a shift rises that is there at once; a chance that is none.
 _AT_ONCE, _NEVER = 1e-9, 1e-300
 #: How many times as likely a shift is from the first reading as from any other; readings in which one that is constant
-#: in the unit of the values is looked for.
+#: in the unit of the values, or that cannot begin later, is looked for.
 _AT_FIRST, _EARLY = 20.0, 24
 
 
@@ -35,7 +35,7 @@ class Belief:
         from_the_first: of a fault that is there from the first reading, each as likely as another: deviation of its
             shift, readings over which it rises as the model learns, and whether it is then constant in the unit of the
             values, else in errors.
-        shift: deviation of the shift of a fault that begins later, in errors; 0: none is looked for.
+        shift: deviation of the shift of a fault that begins later, in errors; 0: none is looked for, nor any later on.
         slopes: what another quantity may make of the difference, times its own difference: each as likely.
     """
 
@@ -151,7 +151,8 @@ class ShiftOfTwo:
         began, _, _, in_values = self._shifts
         _, precision, pull = self._seen
         age = self._count - began + 1
-        if not any(judged := numpy.where(in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
+        early = in_values > 0 if self._belief.shift else numpy.full(len(age), True)
+        if not any(judged := numpy.where(early, age <= _EARLY, age >= _FEWEST_SINCE)):
             return -math.inf
         # Shifts that nobody would act upon count as none.
         most = (tolerance / shift)[:, None]

@@ -66,9 +66,9 @@ def test_a_shift_from_the_first_reading_or_a_later_one_is_seen_by_the_eighth() -
     assert not alarms((noise + 3).tolist(), tolerance=3.0)
 
 
-@pytest.mark.parametrize(("shift", "found"), [(0.0, 1), (2.0, 20)])
-def test_what_another_quantity_explains_is_no_shift(shift: float, found: int) -> None:
-    """Levels that are drawn anew, and differences in proportion: alarms of 20 runs of 60 readings, the first by 8."""
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+def test_what_another_quantity_explains_is_no_shift(shift: float) -> None:
+    """Levels that are drawn anew, and differences in proportion to them; a level that lasts may explain any shift."""
     firsts = []
     for seed in range(20):
         draw, two, beside = numpy.random.default_rng(seed), ShiftOfTwo(OF_NORMS_BESIDE_LOSSES), 0.0
@@ -77,8 +77,7 @@ def test_what_another_quantity_explains_is_no_shift(shift: float, found: int) ->
             beside = 4 * draw.normal() if draw.random() < 0.1 else beside
             alarms += [reading] * two.add(slope * beside + shift + draw.normal(), 1.0, beside=beside)
         firsts += alarms[:1]
-    assert len(firsts) == found if shift else len(firsts) <= found
-    assert not shift or median(firsts) <= 8
+    assert len(firsts) >= 19 and median(firsts) <= 8 if shift else len(firsts) <= 1
 
 
 def test_a_gradient_is_judged_beside_the_loss() -> None:
