@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.callbacks.loss import labels_counted
+from hf_accum_fix.monitor.callbacks.loss import labels_counted, take_trained
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
@@ -71,10 +71,7 @@ class RankGradientsCallback(MonitorCallback):
             self.monitor = gradients
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
-        if items is None:
-            self._meter.update(loss, labels_counted(inputs))
-        else:
-            self._meter.update_sum(loss.detach() * items, labels_counted(inputs))
+        take_trained(self._meter, loss, labels_counted(inputs), items)
 
     def gathered(self) -> Sequence[Gathered[Any]]:
         return () if self.monitor is None else (self.monitor, self._meter)

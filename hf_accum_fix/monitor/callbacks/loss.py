@@ -78,10 +78,7 @@ class LossCallback(MonitorCallback):
         steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
         self._steps = steps or self.trainer.args.gradient_accumulation_steps
         self._of_head.update(self._check.trained(loss, counted, items, self._steps), counted)
-        if items is None:
-            self._of_trainer.update(loss * self._steps, counted)
-        else:
-            self._of_trainer.update_sum(loss * items, counted)
+        take_trained(self._of_trainer, loss * self._steps if items is None else loss, counted, items)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._check.step()
@@ -164,6 +161,14 @@ def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
 def _number(value: Any) -> float:
     """As a float; nan where it is none."""
     return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def take_trained(meter: LossMeter, loss: Tensor, counted: Tensor | int, items: Any) -> None:
+    """Take a micro-batch's share of the Trainer's loss: a mean, or its sum over the number that the step got."""
+    if items is None:
+        meter.update(loss, counted)
+    else:
+        meter.update_sum(loss.detach() * items, counted)
 
 
 def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:
