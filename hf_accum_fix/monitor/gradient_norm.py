@@ -128,10 +128,6 @@ class GradientNorm(Gathered[GradientNormReading]):
         row[-1] = median(self._items) if self._items else math.nan
         return row
 
-    def reading(self, table: Tensor) -> GradientNormReading:
-        *items, usual = table.sum(0).tolist()
-        return self.reading_of(items, usual)
-
     def add(self, norms: Sequence[float], items: Sequence[float]) -> None:
         """Add norms that are numbers already."""
         self._norms = list(norms)
@@ -148,10 +144,10 @@ class GradientNorm(Gathered[GradientNormReading]):
                 self._items.append(its)
         self._candidates = sorted(self._candidates, key=lambda spike: -spike.unusual)[:_CANDIDATES]
 
-    def reading_of(self, items: Sequence[float] = (), usual: float = math.nan) -> GradientNormReading:
-        """The reading of the norms that were added: items of the candidates over all ranks and usual ones, if known."""
+    def reading(self, table: Tensor | None = None) -> GradientNormReading:
+        """The reading, from the rows of all ranks; None: no step's items are known."""
         norms, spikes = self._norms, []
-        items = [*items, *[math.nan] * len(self._candidates)]
+        *items, usual = table.sum(0).tolist() if table is not None else [math.nan] * (_CANDIDATES + 1)
         for its, candidate in zip(items, self._candidates, strict=False):
             share = min(its / usual, 1.0) if its > 0 and usual > 0 else 1.0
             few, far = -math.log(share) / 2, math.log(candidate.norm / candidate.usual)

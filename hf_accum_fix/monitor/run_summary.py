@@ -222,7 +222,7 @@ def _norms(run: Run) -> tuple[GradientNorms | None, list[Alarm]]:
     norms, found, spikes = GradientNorm(every=every, before_a_spike=_NORMS_BEFORE_A_SPIKE), dict[str, Alarm](), []
     for part in blocks(len(series), len(series) // _NORMS_A_READING + 1):
         norms.add([series.values[place] for place in part], [math.nan] * len(part))
-        reading = norms.reading_of()
+        reading = norms.reading()
         spikes += sorted(series.steps[part[-1] - its.steps_ago] for its in reading.spikes)
         alarm = norms.judge(replace(reading, spikes=()))
         if alarm is not None:
