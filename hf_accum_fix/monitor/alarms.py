@@ -46,6 +46,7 @@ class Alarms:
         on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable gets every alarm, on every rank.
 
     Attributes:
+        on_alarm: as above.
         stop: an alarm asks to stop the run; the same on every rank.
 
     Raises:
@@ -57,20 +58,10 @@ class Alarms:
             from hf_accum_fix.monitor.ranks import TorchRanks
 
             ranks = TorchRanks()
-        self._ranks, self.on_alarm = ranks, on_alarm
+        if not callable(on_alarm) and on_alarm not in ("log", "stop", "raise"):
+            raise ValueError(f"got {on_alarm!r}; expected a callable, 'log', 'stop' or 'raise' for on_alarm")
+        self._ranks, self.on_alarm, self.stop = ranks, on_alarm, False
         self._times, self._observed = Counter[str](), Counter[str]()
-        self.stop = False
-
-    @property
-    def on_alarm(self) -> OnAlarm:
-        """What an alarm does besides being logged."""
-        return self._on_alarm
-
-    @on_alarm.setter
-    def on_alarm(self, wanted: OnAlarm) -> None:
-        if not callable(wanted) and wanted not in ("log", "stop", "raise"):
-            raise ValueError(f"got {wanted!r}; expected a callable, 'log', 'stop' or 'raise' for on_alarm")
-        self._on_alarm = wanted
 
     @property
     def count(self) -> int:
@@ -107,8 +98,8 @@ class Alarms:
             logger.warning("%s: %s%s", kind, alarm.message, "" if times == 1 else f" (time {times})")
         if alarm.observation:
             return
-        if callable(self._on_alarm):
-            self._on_alarm(alarm)
-        self.stop = self.stop or self._on_alarm == "stop"
-        if self._on_alarm == "raise":
+        if callable(self.on_alarm):
+            self.on_alarm(alarm)
+        self.stop = self.stop or self.on_alarm == "stop"
+        if self.on_alarm == "raise":
             raise MonitorAlarmError(f"{alarm.kind}: {alarm.message}")

@@ -15,14 +15,12 @@ parameters that nobody reduces and nobody steps. The check looks at every parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.errors import UnsupportedSetupError
@@ -60,14 +58,22 @@ def check_batch_norm(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     samples = {name: _samples(its, per_device_batch, ranks) for name, its in layers.items() if its.training}
     small = {name: count for name, count in samples.items() if count < SMALL_BATCH}
-    step = per_device_batch * accumulation_steps * ranks.size
-    found = [
-        _accumulation(samples, step) if samples and accumulation_steps > 1 else None,
-        _small(small) if small else None,
-        _stale(model, layers, optimizer),
-        _converted_late(model, layers),
-        compare_buffers(model, ranks),
-    ]
+    found = [_stale(model, layers, optimizer), _converted_late(model, layers), compare_buffers(model, ranks)]
+    if small:
+        words = (
+            f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from {_few(small)} "
+            f"samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where there are more ranks, "
+            "GroupNorm, or frozen statistics"
+        )
+        found.insert(0, Alarm("batch-norm-small-batch", words))
+    if samples and accumulation_steps > 1:
+        words = (
+            f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {_few(samples)} samples, "
+            f"while an optimizer step has {per_device_batch * accumulation_steps * ranks.size}; no scaling of loss or "
+            "gradients changes that; use larger micro-batches, SyncBatchNorm (times the ranks), a normalisation "
+            "without batch statistics (GroupNorm), or freeze them"
+        )
+        found.insert(0, Alarm("batch-norm-accumulation", words))
     return tuple(alarm for alarm in found if alarm is not None)
 
 
@@ -135,10 +141,6 @@ def _uneven(model: nn.Module, ranks: Ranks, accumulation_steps: int) -> Alarm | 
 def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """`torch.nn.SyncBatchNorm` for every BatchNorm layer, with the same parameters and buffers, in place where it can.
 
-    Layers that fuse an activation (timm's ``BatchNormAct2d``: child modules that run after the normalisation) keep it;
-    torch's own converter drops it silently. Every converted layer that is no plain BatchNorm is run once, in
-    evaluation mode, and of the original.
-
     Args:
         model: not wrapped yet; the optimizer may exist, since it keeps the same parameters.
         process_group: over which statistics are taken; None is all processes.
@@ -147,109 +149,37 @@ def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
         The model; a new module where it is itself a BatchNorm layer.
 
     Raises:
-        UnsupportedSetupError: if the model, or a part of it, is wrapped or compiled already, or if a layer computes
-            something that SyncBatchNorm and its child modules do not.
+        UnsupportedSetupError: if the model, or a part of it, is wrapped or compiled already, or if a layer is more than
+            BatchNorm: of timm's layers with an activation, torch's converter drops it silently.
 
     Source: https://github.com/pytorch/pytorch/issues/187298 (the activation that is dropped).
     """
     for name, module in model.named_modules():
-        if _is_wrapper(module):
+        name, kind = name or "the model", type(module).__name__
+        if {cls.__name__ for cls in type(module).__mro__} & _WRAPPERS:
             raise UnsupportedSetupError(
-                f"{name or 'the model'} is wrapped already ({type(module).__name__}), and the wrapper may hold the "
-                "layers that would be replaced; convert first, then wrap, then make the optimizer"
+                f"{name} is wrapped already ({kind}), and the wrapper may hold the layers that would be replaced; "
+                "convert first, then wrap, then make the optimizer"
             )
-    return _converted(model, "", process_group)
+        if isinstance(module, _BatchNorm) and type(module) not in (*_PLAIN, nn.SyncBatchNorm):
+            raise UnsupportedSetupError(
+                f"got {name} ({kind}); expected plain BatchNorm layers: torch's converter would drop what else this "
+                "one computes; convert it by its own library's converter (timm: timm.layers.convert_sync_batchnorm), "
+                "before wrapping, or, if it is lazy, after one forward"
+            )
+    return _converted(model, process_group)
 
 
-def _converted(module: nn.Module, name: str, group: dist.ProcessGroup | None) -> nn.Module:
-    if not isinstance(module, _BatchNorm):
-        for child_name, child in list(module.named_children()):
-            setattr(module, child_name, _converted(child, f"{name}.{child_name}".lstrip("."), group))
-        return module
-    if isinstance(module, nn.SyncBatchNorm):
-        return module
-    name = name or "the model"
-    if isinstance(module, LazyModuleMixin):
-        raise UnsupportedSetupError(
-            f"{name} ({type(module).__name__}) does not know its size yet; run one forward, then convert"
-        )
-    cls = _SyncBatchNormThen if list(module.children()) else nn.SyncBatchNorm
-    layer = cls(module.num_features, module.eps, module.momentum, module.affine, process_group=group)
-    _take_over(layer, module)
-    if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and not _same(module, layer):
-        raise UnsupportedSetupError(
-            f"{name} ({type(module).__name__}) computes something else than BatchNorm followed by its child modules "
-            f"{[child for child, _ in module.named_children()]}; convert it by its own library's converter (timm: "
-            "timm.layers.convert_sync_batchnorm), before wrapping"
-        )
-    return layer
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class _SyncBatchNormThen(nn.SyncBatchNorm):
-    """SyncBatchNorm, and then the child modules of the layer it replaces, in their order."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        for child in self.children():
-            output = child(output)
-        return output
-
-
-def _take_over(layer: nn.SyncBatchNorm, original: _BatchNorm) -> None:
-    layer.track_running_stats = original.track_running_stats
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        setattr(layer, name, getattr(original, name))
-    for name, child in original.named_children():
-        layer.add_module(name, child)
-    layer.training = original.training
-
-
-def _same(original: _BatchNorm, layer: nn.SyncBatchNorm) -> bool:
-    """Whether both compute the same in evaluation mode, for inputs of the dimensions that the original takes."""
-    modes = {module: module.training for module in (*original.modules(), *layer.modules())}
-    like = next((tensor for tensor in (original.weight, original.running_mean) if tensor is not None), torch.zeros(1))
-    try:
-        for module in modes:
-            module.training = False
-        for dimensions in ((), (3,), (3, 3), (3, 3, 3)):
-            probe = torch.linspace(-2, 2, 4 * original.num_features * 3 ** len(dimensions))
-            probe = probe.view(4, original.num_features, *dimensions).to(like)
-            try:
-                with torch.no_grad():
-                    expected = type(original).forward(original, probe)
-            except ValueError:
-                continue  # torch's layers raise this for inputs with the wrong number of dimensions
-            with torch.no_grad():
-                if not torch.allclose(layer(probe), expected):
-                    return False
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    return True
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    names = {cls.__name__ for cls in type(module).__mro__}
-    wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
-    return bool(names & wrappers)
-
-
-def _accumulation(samples: dict[str, int], step: int) -> Alarm:
-    return Alarm(
-        "batch-norm-accumulation",
-        f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {_few(samples)} samples, "
-        f"while an optimizer step has {step}; no scaling of loss or gradients changes that; use larger micro-batches, "
-        "SyncBatchNorm (times the ranks), a normalisation without batch statistics (GroupNorm), or freeze them",
-    )
-
-
-def _small(small: dict[str, int]) -> Alarm:
-    return Alarm(
-        "batch-norm-small-batch",
-        f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from "
-        f"{_few(small)} samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where "
-        "there are more ranks, GroupNorm, or frozen statistics",
-    )
+def _converted(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    if type(module) in _PLAIN:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)  # type: ignore[no-any-return, no-untyped-call]
+    for name, child in list(module.named_children()):
+        setattr(module, name, _converted(child, group))
+    return module
 
 
 def _samples(layer: _BatchNorm, per_device_batch: int, ranks: Ranks) -> int:
@@ -265,32 +195,31 @@ def _few(samples: dict[str, int]) -> str:
 
 def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> Alarm | None:
     """Layers in use whose parameters DDP does not reduce or the optimizer does not step."""
-    names = [name for name, _ in _trained(layers)]
-    unreduced: list[str] = []
-    unstepped: list[str] = []
+    trained = [
+        (f"{name}.{key}", parameter)
+        for name, layer in layers.items()
+        for key, parameter in layer.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    words = []
     if isinstance(model, DistributedDataParallel):
-        reduced = {id(parameter) for parameter in model._module_parameters}
-        unreduced = [name for name, parameter in _trained(layers) if id(parameter) not in reduced]
+        words.append(("reduced by DDP", model._module_parameters))
     if optimizer is not None:
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        unstepped = [name for name, parameter in _trained(layers) if id(parameter) not in stepped]
-    if not unreduced and not unstepped:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        words.append(("held by the optimizer", held))
+    found = []
+    for what, parameters in words:
+        known = set(map(id, parameters))
+        missing = [name for name, parameter in trained if id(parameter) not in known]
+        found += [f"{len(missing)} are not {what} (first {missing[0]})"] if missing else []
+    if not found:
         return None
-    words = [f"{len(unreduced)} are not reduced by DDP (first {unreduced[0]})"] if unreduced else []
-    words += [f"{len(unstepped)} are not held by the optimizer (first {unstepped[0]})"] if unstepped else []
     return Alarm(
         "batch-norm-stale-parameters",
-        f"of {len(names)} parameters of BatchNorm layers {' and '.join(words)}: the layers were replaced after the "
+        f"of {len(trained)} parameters of BatchNorm layers {' and '.join(found)}: the layers were replaced after the "
         "model was wrapped or the optimizer made, and what the forward uses is not what is trained; convert first "
         "(convert_sync_batch_norm), then wrap, then make the optimizer",
     )
-
-
-def _trained(layers: dict[str, _BatchNorm]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, layer in layers.items():
-        for key, parameter in layer.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                yield f"{name}.{key}", parameter
 
 
 def _converted_late(model: nn.Module, layers: dict[str, _BatchNorm]) -> Alarm | None:

@@ -50,11 +50,10 @@ class BatchSchedule:
         times = items / fmean(before)
         another = _ANOTHER if ranks != ranks_before else _ANOTHER_ON_THE_SAME
         usual = min(before) / _OUTSIDE < items < max(before) * _OUTSIDE
-        if (
-            usual
-            or abs(math.log(times)) < math.log(another)
-            or _matches(rate / rate_before if rate_before else 0, times)
-        ):
+        # Of the batch in proportion, or by its root: both rules are in use.
+        rates = rate / rate_before if rate_before else 0.0
+        matches = rates > 0 and min(abs(math.log(rates / its)) for its in (times, times**0.5)) < math.log(_SAME_RATE)
+        if usual or matches or abs(math.log(times)) < math.log(another):
             return None
         return Alarm(
             "batch-changed",
@@ -73,8 +72,3 @@ class BatchSchedule:
         self._items = list(state.get("items", ()))
         self._rate, self._ranks = state.get("rate", math.nan), int(state.get("ranks", 0))
         self._resumed = True
-
-
-def _matches(rates: float, times: float) -> bool:
-    """Whether a learning rate has changed in proportion to the batch, or by the root: both rules are in use."""
-    return rates > 0 and any(abs(math.log(rates / rule)) < math.log(_SAME_RATE) for rule in (times, times**0.5))

@@ -30,6 +30,7 @@ class Deviation:
         tolerance: absolute difference that counts as none; the rest is compared with the error.
         spread: factor by which the error is really larger (`Spread`).
         freedom_of_spread: degrees of freedom of that factor.
+        beside: difference of another quantity, which may explain this one in proportion; None: not known.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Deviation:
     tolerance: float = 0.0
     spread: float = 1.0
     freedom_of_spread: float = MANY
+    beside: float | None = None
 
     @property
     def deviate(self) -> float:
@@ -170,15 +172,16 @@ class Shifts:
 
     Args:
         belief: of two ranks.
+        beside: of two ranks whose difference is known `beside` that of another quantity; None: not judged so.
 
     Attributes:
         worst: the most unusual rank of the last reading; None before the first.
     """
 
-    def __init__(self, belief: Belief = OF_NORMS) -> None:
+    def __init__(self, belief: Belief = OF_NORMS, beside: Belief | None = None) -> None:
         self._cusums: dict[int, Cusum] = {}
-        self._belief, self._ranks = belief, list[int]()
-        self._spread, self._two = Spread(0), ShiftOfTwo(belief)
+        self._beliefs, self._ranks = [belief] if beside is None else [belief, beside], list[int]()
+        self._spread, self._two = Spread(0), list[ShiftOfTwo]()
         self._past = deque[list[float]](maxlen=_PAST)
         self._named: dict[int, int] = {}
         self.worst: Deviation | None = None
@@ -195,11 +198,17 @@ class Shifts:
         """
         named = [each.rank for each in reading]
         if named != self._ranks:
-            self._spread, self._two, self._ranks = Spread(len(named)), ShiftOfTwo(self._belief), named
+            self._spread, self._two, self._ranks = Spread(len(named)), [ShiftOfTwo(its) for its in self._beliefs], named
             self._past.clear()
         if len(reading) == 2:
             its, self.worst = reading[0], max(reading, key=lambda each: each.difference)
-            return self.worst if self._two.add(its.deviate, its.error, its.tolerance) else None
+            besides = [0.0] if its.beside is None or not its.error else [0.0, its.beside / its.error]
+            judged = list(zip(self._two, besides, strict=False))
+            found = [two.add(its.deviate, its.error, its.tolerance, beside) for two, beside in judged]
+            for (two, _), its_own in zip(judged, found, strict=True):
+                if any(found) and not its_own:
+                    two.named()
+            return self.worst if any(found) else None
         if all(each.error for each in reading):
             self._past.append([each.deviate for each in reading])
             self._spread.add(self._past[-1])

@@ -10,12 +10,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf_accum_fix.monitor.run_logs import LogsError, Run, read_runs
+from hf_accum_fix.monitor.run_logs import LogsError, read_runs
 from hf_accum_fix.monitor.watch import Report, look
-
-#: Letters of a curve, lowest to highest.
-_LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-_WIDTH = 60
 
 
 def followable() -> bool:
@@ -54,7 +50,7 @@ def follow(
                     unread: list[str] = []
                     runs = [run for path in paths for run in read_runs(path, unread)]
                     found = look(runs, against, unread)
-                    shown = "\n".join([*map(curve, runs), "", found.words])
+                    shown = found.words
                 except LogsError as error:
                     missing = error
                     shown = f"waiting: {error}"
@@ -65,14 +61,3 @@ def follow(
         if found is None:
             raise missing from None
         return found
-
-
-def curve(run: Run) -> str:
-    """The losses of a run in 60 letters, the last of them at the right."""
-    values = [value for value in run.series["loss"].values if abs(value) < float("inf")]
-    count = min(len(values), _WIDTH)
-    ends = [values[len(values) * (place + 1) // count - 1] for place in range(count)]
-    low, high = min(ends, default=0.0), max(ends, default=0.0)
-    top = len(_LEVELS) - 1
-    letters = "".join(_LEVELS[round(top * (value - low) / (high - low)) if high > low else 0] for value in ends)
-    return f"{letters}  {run.name}"

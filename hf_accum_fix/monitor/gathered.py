@@ -20,7 +20,10 @@ class Gathered(Generic[R]):
     _ranks: Ranks
 
     def row(self) -> Tensor:
-        """This rank's numbers since the last reading: [numbers], float64 on the CPU, as many on every rank."""
+        """This rank's numbers since the last reading: [numbers], float64 on the CPU, as many on every rank.
+
+        One device sync at most, and no collective.
+        """
         raise NotImplementedError
 
     def reading(self, table: Tensor) -> R:

@@ -86,10 +86,11 @@ class GradientNorm(Gathered[GradientNormReading]):
     Args:
         max_norm: norm that gradients are clipped to; None where they are not.
         every: steps from one norm to the next.
+        before_a_spike: fewest norms before one that is a spike.
     """
 
-    def __init__(self, max_norm: float | None = None, every: float = 1) -> None:
-        self.max_norm, self._every = max_norm, every
+    def __init__(self, max_norm: float | None = None, every: float = 1, before_a_spike: int = 30) -> None:
+        self.max_norm, self._every, self._before_a_spike = max_norm, every, before_a_spike
         self._usual: deque[float] = deque(maxlen=_WINDOW)
         self._items: deque[float] = deque(maxlen=_WINDOW)
         self._finite: deque[bool] = deque(maxlen=_WINDOW)
@@ -127,11 +128,6 @@ class GradientNorm(Gathered[GradientNormReading]):
         row[-1] = median(self._items) if self._items else math.nan
         return row
 
-    def reading(self, table: Tensor) -> GradientNormReading:
-        """The reading, from the rows of all ranks."""
-        *items, usual = table.sum(0).tolist()
-        return self.reading_of(items, usual)
-
     def add(self, norms: Sequence[float], items: Sequence[float]) -> None:
         """Add norms that are numbers already."""
         self._norms = list(norms)
@@ -148,9 +144,10 @@ class GradientNorm(Gathered[GradientNormReading]):
                 self._items.append(its)
         self._candidates = sorted(self._candidates, key=lambda spike: -spike.unusual)[:_CANDIDATES]
 
-    def reading_of(self, items: Sequence[float], usual: float) -> GradientNormReading:
-        """The reading of the norms that were added: items of the candidates over all ranks, and usual ones."""
+    def reading(self, table: Tensor | None = None) -> GradientNormReading:
+        """The reading, from the rows of all ranks; None: no step's items are known."""
         norms, spikes = self._norms, []
+        *items, usual = table.sum(0).tolist() if table is not None else [math.nan] * (_CANDIDATES + 1)
         for its, candidate in zip(items, self._candidates, strict=False):
             share = min(its / usual, 1.0) if its > 0 and usual > 0 else 1.0
             few, far = -math.log(share) / 2, math.log(candidate.norm / candidate.usual)
@@ -248,7 +245,7 @@ class GradientNorm(Gathered[GradientNormReading]):
 
     def _spike(self, norm: float, items: float, steps_ago: int) -> list[Spike]:
         """The candidate that this norm is, if any, with this rank's items."""
-        usual = median(self._usual) if len(self._usual) >= _ENOUGH else math.inf
+        usual = median(self._usual) if len(self._usual) >= self._before_a_spike else math.inf
         if norm <= _FACTOR * usual:
             return []
         sigma = noise_sigma([math.log(each) for each in self._usual])
@@ -277,7 +274,7 @@ _GROWN, _VANISHED, _RISING = 30.0, 1e4, 0.8
 _LEAST_NORM = 1e-30
 #: Steps in a row that are always; ratio of norm to max_norm that is far.
 _ALWAYS, _FAR_CLIPPED = 1000, 5.0
-#: Norms that define a usual one, and the fewest.
+#: Norms that define a usual one, and the fewest of which some are not finite.
 _WINDOW, _ENOUGH = 100, 30
 #: Least distance of a spike from the usual, in deviations of the noise, and as a ratio. At 9, log norms that follow
 #: Student's distribution of 5 degrees gave 5 spikes in 60,000 simulated steps, normal ones none.

@@ -172,7 +172,6 @@ class LossMeter(Gathered[LossReading]):
         self._add(torch.where(items == 0, 0.0, loss), items)
 
     def row(self) -> Tensor:
-        """This rank's part of a reading: one device sync, no collective."""
         mine = torch.zeros(9, dtype=torch.float64)
         if self._moments is not None:
             mine.copy_(self._moments.flatten())
@@ -180,7 +179,6 @@ class LossMeter(Gathered[LossReading]):
         return mine
 
     def reading(self, table: Tensor) -> LossReading:
-        """The reading, from the rows of all ranks."""
         return LossReading(
             tuple(
                 Moments(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ class Verdict:
         is_share: it divides their sum by the number that it gets.
         factor: weight that the Trainer gives a micro-batch, over the right one.
         guess: loss of a guess with all classes equally likely, ln(classes); nan without classes.
+        handed: sum of the item counts that the steps of all ranks got since the last reading.
     """
 
-    is_mean: bool
-    is_share: bool
-    factor: float
-    guess: float
+    is_mean: bool = False
+    is_share: bool = False
+    factor: float = 1.0
+    guess: float = math.nan
+    handed: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -46,20 +48,7 @@ class Verdict:
         return self.is_mean or self.is_share
 
 
-@dataclass(frozen=True)
-class LossCheckReading:
-    """What all ranks together know of their loss.
-
-    Attributes:
-        handed: sum of the item counts that the steps of all ranks got.
-        verdict: the last one.
-    """
-
-    handed: float
-    verdict: Verdict
-
-
-class LossCheck(Gathered[LossCheckReading]):
+class LossCheck(Gathered[Verdict]):
     """Collect one micro-batch's numbers on the device, and judge them on demand."""
 
     def __init__(self) -> None:
@@ -70,7 +59,7 @@ class LossCheck(Gathered[LossCheckReading]):
         self._guesses: list[Tensor] = []
         self._numbers: Tensor | None = None
         self._classes, self._same = 0, _SAME
-        self._known = Verdict(False, False, 1.0, math.nan)
+        self._known = Verdict()
 
     def forward(self, output: Any, labels: Any) -> None:
         """Take the model's outputs; in the first micro-batch after a verdict, compute its loss once more."""
@@ -113,14 +102,12 @@ class LossCheck(Gathered[LossCheckReading]):
             self._handed = self._handed + self._number
 
     def row(self) -> Tensor:
-        """This rank's part of a reading: one device sync, no collective."""
         vote = self._vote()
         row = [float(self._handed), float(self._items), *([1.0, *vote] if vote else [0.0] * 7)]
         self._guesses, self._numbers, self._handed, self._items = [], None, 0.0, 0.0
         return torch.tensor(row, dtype=torch.float64)
 
-    def reading(self, table: Tensor) -> LossCheckReading:
-        """The reading, from the rows of all ranks."""
+    def reading(self, table: Tensor) -> Verdict:
         handed, items, voters, *votes = table.sum(0).tolist()
         if voters:
             size = len(table)
@@ -136,7 +123,7 @@ class LossCheck(Gathered[LossCheckReading]):
             if is_mean or (shares == 1 and named):
                 guess = math.log(classes) if classes > 1 else math.nan
                 self._known = Verdict(is_mean, not is_mean, factor if named else 1.0, guess)
-        return LossCheckReading(handed, self._known)
+        return replace(self._known, handed=handed)
 
     def _vote(self) -> list[float]:
         """Whether the loss is a mean, and whether a share; the Trainer's weights for it; classes; micro-batches.

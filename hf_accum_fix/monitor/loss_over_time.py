@@ -67,7 +67,6 @@ class LossTrend(OfLoss):
         self._first, self._best, self._jumped, self._diverged = math.nan, math.inf, math.inf, math.inf
 
     def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-        """The alarm or observation that this loss completes, if any."""
         if not math.isfinite(loss):
             return None  # RankLoss reports it.
         self._logs.append((loss, rate))
@@ -136,7 +135,6 @@ class LossOscillation(OfLoss):
         self._looks = (_Look(1), _Look(_SLOW))
 
     def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-        """The alarm or observation that this loss completes, if any."""
         found = [look.add(loss, rate, epoch) for look in self._looks]
         return next((alarm for alarm in found if alarm is not None), None)
 
@@ -235,7 +233,6 @@ class LossStall(OfLoss):
         self._rates: list[float] = []
 
     def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-        """The alarm or observation that this loss completes, if any."""
         if math.isnan(loss) or len(self._logs) >= _JUDGED:
             return None
         self._logs.append(loss)

@@ -110,7 +110,11 @@ class MemoryMonitor(Gathered[MemoryReading]):
         self._sizes = deque[float](maxlen=_LAST)
         self._before, self._part, self._merged = list[tuple[float, float]](), list[float](), 1
         self._step, self._largest = 0, 0.0
-        self._capacity = capacity if capacity is not None else self._total()
+        if capacity is None and self._device is None:
+            capacity = float(psutil.virtual_memory().available + self._resident())
+        elif capacity is None:
+            capacity = float(torch.cuda.get_device_properties(self._device).total_memory)
+        self._capacity = capacity
         self._room: dict[int, float] = {}
 
     def sample(self) -> None:
@@ -131,7 +135,6 @@ class MemoryMonitor(Gathered[MemoryReading]):
             self._merged *= 2
 
     def row(self) -> Tensor:
-        """As in `Gathered`: no device sync."""
         used, reserved, peak = self._now()
         steps = range(self._step + 1 - len(self._sizes), self._step + 1)
         its = trend(list(map(float, steps)), list(self._sizes), self._before)
@@ -141,7 +144,6 @@ class MemoryMonitor(Gathered[MemoryReading]):
         return torch.tensor(row, dtype=torch.float64)
 
     def reading(self, table: Tensor) -> MemoryReading:
-        """As in `Gathered`."""
         kinds, rows = list(TrendKind), table.tolist()
         return MemoryReading(
             tuple(RankMemory(of[0], of[1], of[2], of[3], Trend(kinds[int(of[4])], *of[5:])) for of in rows)
@@ -195,8 +197,3 @@ class MemoryMonitor(Gathered[MemoryReading]):
             return 1024.0 * sum(int(sizes[name].split()[0]) for name in (b"RssAnon", b"RssShmem"))
         except (OSError, KeyError):
             return float(self._process.memory_info().rss)  # not Linux
-
-    def _total(self) -> float:
-        if self._device is None:
-            return float(psutil.virtual_memory().available + self._resident())
-        return float(torch.cuda.get_device_properties(self._device).total_memory)

@@ -1,14 +1,7 @@
-"""Every monitor in one object, for any PyTorch loop.
+"""Every monitor in one object, for any PyTorch loop; the README's first example shows one.
 
-    monitor = Monitor(model, optimizer)                        # after the model is wrapped, on every rank
-    for step, batch in enumerate(loader, start=1):
-        ...
-        monitor.step(loss, items)                              # before optimizer.step(): no device sync
-        if step % 10 == 0:
-            logger.log(monitor.log())                          # one collective, a few host reads; alarms are warnings
-
-With accumulation, ``monitor.micro_batch(loss, items)`` for every micro-batch but the last of a step. What the setup
-does not allow (replicas of a sharded model, gradients before FSDP's reduction) is left out, with one warning.
+What the setup does not allow (replicas of a sharded model, gradients before FSDP's reduction) is left out, with one
+warning.
 """
 
 from __future__ import annotations
@@ -94,20 +87,15 @@ class Monitor:
         self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
-        self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
         self._steps_logged, self._agreed = 0, False
         self._items: Tensor | float = 0.0
         self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
-        self._rank_gradients: RankGradients | None = None
-        self._replicas: Replicas | None = None
-        self._noise: NoiseScale | None = None
-        self._pace = Pace(model, self._ranks) if self._ranks.size > 1 else None
-        if noise_scale_every is not None:
-            every = noise_scale_every
-            self._noise = self._made("gradient noise scale", lambda: NoiseScale(model, every, self._ranks))
-        if self._ranks.size > 1:
-            self._rank_gradients = self._made("gradients of single ranks", self._attached)
-            self._replicas = self._made("replicas", lambda: Replicas(model, optimizer, self._ranks, check_every))
+        several, every = self._ranks.size > 1, noise_scale_every
+        self._samples = SharedSamples(self._ranks) if several else None
+        self._pace = Pace(model, self._ranks) if several else None
+        self._noise = self._made("gradient noise scale", every, lambda: NoiseScale(model, every or 1, self._ranks))
+        self._rank_gradients = self._made("gradients of single ranks", several, self._attached)
+        self._replicas = self._made("replicas", several, lambda: Replicas(model, optimizer, self._ranks, check_every))
 
     @property
     def stop(self) -> bool:
@@ -120,7 +108,7 @@ class Monitor:
             self._samples.update(samples)
 
     def micro_batch(self, loss: Tensor | float | None, items: Tensor | float = 1) -> None:
-        """Add a micro-batch that is not the last of its step; no device sync.
+        """A micro-batch that is not the last of its step; no device sync.
 
         Args:
             loss: one number, the mean over its items; None on a rank that has none (an early pipeline stage).
@@ -144,15 +132,14 @@ class Monitor:
         """
         self._agree()
         self._step += 1
-        self._meter.update(loss, items)
+        self.micro_batch(loss, items)
         if self._noise is not None:
-            self._noise.micro_batch(items)
             self._noise.step(norm)
         if norm is None and not self._flat:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
         if norm is not None:
-            self._norms.update(norm, self._items + items)
+            self._norms.update(norm, self._items)
         self._items = 0.0
         self._memory.sample()
         if self._pace is not None:
@@ -188,15 +175,18 @@ class Monitor:
         reading = readings[self._meter]
         found = self._meter.logged(reading)
         rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
-        self._say(self._rank_loss.judge(reading))
-        for judge in self._of_loss:
-            self._say(judge.judge(reading, rate, epoch))
-        self._say(self._first.judge(reading, self._guess))
+        for alarm in (
+            self._rank_loss.judge(reading),
+            *(judge.judge(reading, rate, epoch) for judge in self._of_loss),
+            self._first.judge(reading, self._guess),
+        ):
+            self._say(alarm)
         if accuracy is not None:
             self._say(self._accuracy.judge(reading.mean, accuracy))
         for each in watching:
-            self._say(each.judge(readings[each]))
-            found |= each.logged(readings[each])
+            its = readings[each]
+            self._say(each.judge(its, reading) if isinstance(each, RankGradients) else each.judge(its))
+            found |= each.logged(its)
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
             found["items_per_step"] = reading.total.items / steps
@@ -239,10 +229,10 @@ class Monitor:
         gradients.attach(self._model)  # type: ignore[arg-type]
         return gradients
 
-    def _made(self, what: str, make: Callable[[], T]) -> T | None:
-        """A monitor; None, with one warning, where the setup does not allow it."""
+    def _made(self, what: str, wanted: bool | int | None, make: Callable[[], T]) -> T | None:
+        """A monitor; None where it is not wanted, or, with one warning, where the setup does not allow it."""
         try:
-            return make()
+            return make() if wanted else None
         except UnsupportedSetupError as error:
             if self._ranks.rank == 0:
                 logger.warning("%s not watched: %s", what, error)

@@ -1,15 +1,5 @@
 """Is this much accumulation worth it? The gradient noise scale, from the micro-batches that a step takes anyway.
 
-    noise = NoiseScale(model, every=10)              # after the model is wrapped, on every rank
-    for window in windows:
-        for batch in window:
-            loss.backward()                          # weighted by items, as everything in this package
-            noise.micro_batch(items)
-        noise.step()                                 # before clipping: no device sync
-        optimizer.step()
-        if step % 100 == 0:
-            print(noise.read())                      # one device sync, one collective
-
 The noise scale B is the batch, in items, at which the noise of the gradient is as large as the gradient: far below it
 a larger batch saves steps in proportion, far above it none. The sample is the M micro-batches of one
 window on all ranks: with g_m the gradient of the mean over the n items of one, w = n / N, and g the mean weighted by w,
@@ -31,8 +21,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.gathered import Gathered
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ class NoiseScale(Gathered[NoiseScaleReading]):
                 "engines show no gradient of a whole micro-batch"
             )
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if any(hasattr(its, "placements") or type(its).__name__ == "FlatParameter" for its in self._parameters):
+        if any(map(is_sharded, self._parameters)):
             raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
         if len({its.device for its in self._parameters}) > 1:
             raise UnsupportedSetupError("got parameters on several devices; expected one device for each rank")
@@ -168,7 +158,6 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         self._listen()
 
     def row(self) -> Tensor:
-        """As in `Gathered`: one device sync."""
         rows = torch.zeros(self._windows, 4, dtype=torch.float64)
         if self._unread:
             found = torch.stack([torch.cat([sums, norm.reshape(1)]) for sums, norm in self._unread])
@@ -178,7 +167,6 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         return rows.flatten()
 
     def reading(self, table: Tensor) -> NoiseScaleReading:
-        """As in `Gathered`."""
         for shares, items, count, norm in table.sum(0).view(-1, 4).tolist():
             if count < 2:
                 continue
@@ -187,7 +175,16 @@ class NoiseScale(Gathered[NoiseScaleReading]):
             noise = (weighted - norm**2) * items / (count - 1)
             if math.isfinite(noise):
                 self._estimates.append((noise, norm**2 - noise / items, items))
-        return _reading(self._estimates)
+        count = len(self._estimates)
+        if not count:
+            return NoiseScaleReading(0, math.nan, math.nan, math.nan, math.nan)
+        noise, signal, items = (fmean(column) for column in zip(*self._estimates, strict=True))
+        error = math.nan
+        if count > 1 and signal > 0 and noise > 0:
+            # Of a ratio of two means: Cochran 1977, section 6.4.
+            squares = sum((its / noise - its_signal / signal) ** 2 for its, its_signal, _ in self._estimates)
+            error = math.sqrt(squares / count / (count - 1))
+        return NoiseScaleReading(count, items, noise, signal, error)
 
     def logged(self, reading: NoiseScaleReading) -> dict[str, float]:
         """The noise scale, its relative error, and what a step achieves."""
@@ -230,16 +227,3 @@ def _square(gradient: Tensor) -> Tensor:
     precise = torch.promote_types(values.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(values, dtype=precise)
     return norm.square()
-
-
-def _reading(estimates: Sequence[tuple[float, float, float]]) -> NoiseScaleReading:
-    """Means, and the error of their ratio (Cochran 1977, section 6.4: the ratio estimator)."""
-    count = len(estimates)
-    if not count:
-        return NoiseScaleReading(0, math.nan, math.nan, math.nan, math.nan)
-    noise, signal, items = (sum(column) / count for column in zip(*estimates, strict=True))
-    error = math.nan
-    if count > 1 and signal > 0 and noise > 0:
-        squares = sum((its / noise - its_signal / signal) ** 2 for its, its_signal, _ in estimates)
-        error = math.sqrt(squares / count / (count - 1))
-    return NoiseScaleReading(count, items, noise, signal, error)

@@ -108,7 +108,6 @@ class Pace(Gathered[PaceReading]):
         self._began = self._ready = now
 
     def row(self) -> Tensor:
-        """As in `Gathered`: no device sync."""
         kept = sorted(self._own)[: math.ceil((1 - _LEFT_OUT) * len(self._own))]
         row = [fmean(kept), median(self._whole), len(self._own)] if kept else [0.0, 0.0, 0]
         self._own.clear()
@@ -116,7 +115,6 @@ class Pace(Gathered[PaceReading]):
         return torch.tensor(row, dtype=torch.float64)
 
     def reading(self, table: Tensor) -> PaceReading:
-        """As in `Gathered`."""
         own, whole, steps = table.T.tolist()
         return PaceReading(tuple(own), max(whole), int(min(steps)))
 

@@ -6,30 +6,13 @@ Symptom: the norm of the averaged gradient is healthy, or nan, and does not show
     gradients.attach(ddp_model)                      # before the first backward
     ...
     reading = gradients.read()                       # at every log: one device sync, one collective
-    alarms.say(gradients.judge(reading))
+    alarms.say(gradients.judge(reading, losses))     # losses: a LossMeter's reading, if there is one
 
 DistributedDataParallel shows the local gradient to its communication hook alone, bucket by bucket, once a window (the
 accumulated gradient of all its micro-batches). It takes one hook: pass the one you use. The default hook below
 divides and all-reduces as DDP does without a hook.
 
-What FSDP allows (read in torch 2.13, not run): `FullyShardedDataParallel.register_comm_hook` shows the hook a unit's
-whole local gradient, for sharded strategies but the hybrid ones; `fully_shard` shows it to the object given to
-`FSDPModule.set_custom_reduce_scatter` as the input to be scattered. Both leave the reduction to the hook, which is why
-nothing is attached there for you: call `add` from yours, and `end_of_step` once a step.
-
-Horovod shows it to the object given as ``compression=``, a parameter at a time, once a step (run over a fake alone):
-
-    class Measured(hvd.Compression.none):
-        @staticmethod
-        def compress(tensor):
-            gradients.add(tensor)
-            return hvd.Compression.none.compress(tensor)
-
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=Measured)
-    gradients = RankGradients(HorovodRanks())        # hf_accum_fix.monitor.ranks
-    ...
-    optimizer.step()
-    gradients.end_of_step()
+The README says how FSDP and Horovod show theirs.
 """
 
 from __future__ import annotations
@@ -37,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +32,9 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.two_ranks import OF_NORMS, OF_NORMS_BESIDE_LOSSES
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -93,8 +78,9 @@ class RankGradients(Gathered[RankGradientsReading]):
         self._ranks = ranks or TorchRanks()
         self._squares: list[Tensor] = []
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
-        self._shifts, self._first = Shifts(), 0.0
+        self._shifts, self._first = Shifts(OF_NORMS, OF_NORMS_BESIDE_LOSSES), 0.0
         self._carried: list[tuple[float, ...]] = []
+        self._losses: tuple[Moments, ...] = ()
         self.worst: Deviation | None = None
 
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, state: Any = None) -> None:
@@ -113,7 +99,7 @@ class RankGradients(Gathered[RankGradientsReading]):
                 return
             raise UnsupportedSetupError(
                 f"{type(model).__name__} shows no gradient before its reduction; expected DistributedDataParallel; "
-                "for FSDP see the docstring of hf_accum_fix.monitor.rank_gradients"
+                "for FSDP and Horovod see hf_accum_fix/monitor/README.md, Other engines"
             )
         if hook is None:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -148,7 +134,6 @@ class RankGradients(Gathered[RankGradientsReading]):
             self._squares.clear()
 
     def row(self) -> Tensor:
-        """As in `Gathered`: one device sync."""
         norms = torch.zeros(_KEPT + 1, dtype=torch.float64)
         norms[-1] = len(self._norms)
         if self._norms:
@@ -157,12 +142,17 @@ class RankGradients(Gathered[RankGradientsReading]):
         return norms
 
     def reading(self, table: Tensor) -> RankGradientsReading:
-        """As in `Gathered`."""
         steps = int(table[:, -1].min())
         return RankGradientsReading(tuple(map(tuple, table[:, :steps].tolist())))
 
-    def judge(self, reading: RankGradientsReading) -> Alarm | None:
-        """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
+    def judge(self, reading: RankGradientsReading, losses: LossReading | None = None) -> Alarm | None:
+        """The alarm that this reading completes, if any. Every rank judges alike, without communication.
+
+        Args:
+            reading: the norms.
+            losses: of the same steps. Of two ranks, what they explain is no deviation: harder data have larger
+                gradients. None: not known.
+        """
         if len(reading.norms) < 2:
             return None
         broken = {
@@ -179,6 +169,9 @@ class RankGradients(Gathered[RankGradientsReading]):
                 f"the gradient of rank {named} is not finite while the others' are finite, and so spoils the average; "
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
+        if losses is not None:
+            before = self._losses or (Moments(),) * len(losses.ranks)
+            self._losses = tuple(carried + new for carried, new in zip(before, losses.ranks, strict=True))
         self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < max(step) < math.inf]
         if len(self._carried) < _FEWEST:
             return None
@@ -198,10 +191,13 @@ class RankGradients(Gathered[RankGradientsReading]):
         if len(steps) < _FEWEST:
             self._carried = self._carried[-_MOST_CARRIED:]
             return None
-        self._carried = []
+        means, self._carried, self._losses = [its.mean for its in self._losses], [], ()
         norm = median(fmean(step) for step in steps)
         self._first = self._first or norm
         found = deviations(steps, max(_TOLERANCE, _TOLERANCE_OF_FIRST * (self._first / norm) ** 2))
+        if len(means) == 2 and all(0 < its < math.inf for its in means):
+            apart = math.log(means[0] / means[1])
+            found = [replace(its, beside=sign * apart) for its, sign in zip(found, (1, -1), strict=True)]
         shifted = self._shifts.add(found, len(reading.norms))
         self.worst = self._shifts.worst
         if shifted is None:

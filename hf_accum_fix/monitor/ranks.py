@@ -1,12 +1,7 @@
 """The one thing the monitors ask of a distributed engine: the sum of a tensor over the ranks.
 
 A table with a row per rank is a sum too (every rank fills its own row), and so is a broadcast (the others hold
-zeros). An engine needs no more than this to plug in. For Horovod (run over a fake alone: it has no build for
-current torch):
-
-    class HorovodRanks:
-        rank, size = hvd.rank(), hvd.size()
-        def sum(self, tensor): return hvd.allreduce(tensor, op=hvd.Sum)
+zeros). An engine needs no more than this to plug in; the README has Horovod's.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Ranks(Protocol):
@@ -102,12 +97,6 @@ def fingerprint(what: object) -> int:
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def alike(ranks: Ranks, what: object) -> bool:
-    """Whether every rank describes what it holds in the same words: one collective of one number a rank."""
-    table: list[int] = by_rank(ranks, torch.tensor(fingerprint(what))).tolist()
-    return len(set(table)) == 1
-
-
 #: Most names that ranks compare.
 _NAMES = 64
 
@@ -118,3 +107,13 @@ def on_every_rank(ranks: Ranks, names: Sequence[str]) -> set[str]:
     row[: len(names)] = torch.tensor([fingerprint(name) for name in names], dtype=torch.int64)
     found = [set(of_rank) for of_rank in by_rank(ranks, row).tolist()]
     return {name for name in names if all(fingerprint(name) in its for its in found)}
+
+
+def alike(ranks: Ranks, what: object) -> bool:
+    """Whether every rank describes what it holds in the same words: one collective."""
+    return bool(on_every_rank(ranks, [repr(what)]))
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a rank holds a part of it alone (DTensor, FSDP1)."""
+    return hasattr(parameter, "placements") or type(parameter).__name__ == "FlatParameter"

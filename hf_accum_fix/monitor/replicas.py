@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,31 +25,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank, fingerprint
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank, fingerprint, is_sharded
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Odd and without a pattern, so that differences in two tensors do not cancel in a sum (Knuth 1998, 6.4).
 _MULTIPLIER = 2654435769
 _OTHER_PARTS = "where ranks hold other parts of a model by design, give those that hold copies (ranks=) or skip="
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first tensor that differs between ranks.
-
-    Attributes:
-        name: such as "parameter layers.0.weight" or "exp_avg of layers.0.weight".
-        ranks: the ones that differ from the majority.
-        largest: largest absolute difference of an element, for each of these ranks.
-        elements: how many elements differ, for each of these ranks.
-        tensors: how many tensors differ in all.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    largest: tuple[float, ...]
-    elements: tuple[int, ...]
-    tensors: int
 
 
 class Replicas:
@@ -82,9 +62,8 @@ class Replicas:
         self._model, self._optimizer = model, optimizer
         self._ranks = ranks or TorchRanks()
         self._every, self._step, self._skip = every, 0, skip
-        self.difference: Difference | None = None
         for name, parameter in model.named_parameters():
-            if hasattr(parameter, "placements") or type(parameter).__name__ == "FlatParameter":
+            if is_sharded(parameter):
                 raise UnsupportedSetupError(
                     f"parameter {name} is sharded ({type(parameter).__name__}): the ranks hold parts, not copies; "
                     "expected data parallelism with whole replicas (DDP, ZeRO 1 and 2); leave this monitor out"
@@ -99,9 +78,9 @@ class Replicas:
         """Compare now; every rank calls it and gets the same answer."""
         layouts, prints = self._fingerprints()
         total = sum((place * _MULTIPLIER | 1) * value for place, value in enumerate(prints, start=1))
-        mine = torch.tensor([_signed(total), len(prints), fingerprint(layouts)])
+        # Modulo 2^64, as int64 holds it.
+        mine = torch.tensor([(total + 2**63) % 2**64 - 2**63, len(prints), fingerprint(layouts)])
         table = by_rank(self._ranks, mine).tolist()
-        self.difference = None
         if all(row == table[0] for row in table):
             return None
         if len({row[1] for row in table}) > 1:
@@ -113,18 +92,7 @@ class Replicas:
             )
         if len({row[2] for row in table}) > 1:
             return self._not_alike(layouts)
-        self.difference = difference = self._find(list(layouts), prints)
-        found = "; ".join(
-            f"rank {rank} by up to {largest:.3g} in {elements} elements"
-            for rank, largest, elements in zip(difference.ranks, difference.largest, difference.elements, strict=True)
-        )
-        return Alarm(
-            "replicas-differ",
-            f"{difference.name} differs: {found}; {difference.tensors} of {len(layouts)} tensors differ in all"
-            f"{OF_TWO if self._ranks.size == 2 else ''}; look for "
-            "an update, a load or an initialisation under `if rank == 0`, a parameter that DDP does not reduce, or "
-            "unreliable memory on that rank; broadcast the weights of a good rank, or go back to a checkpoint",
-        )
+        return self._apart(list(layouts), prints)
 
     def _not_alike(self, layouts: dict[str, str]) -> Alarm:
         """As many tensors on every rank, and not the same: they cannot be compared, and adding them up would abort."""
@@ -145,22 +113,25 @@ class Replicas:
         most = Counter(column).most_common(1)[0][0]
         return places, column.index(most), [rank for rank, value in enumerate(column) if value != most]
 
-    def _find(self, names: list[str], prints: list[int]) -> Difference:
+    def _apart(self, names: list[str], prints: list[int]) -> Alarm:
+        """The first tensor that differs, and by how much on each rank that is not as most are."""
         places, good, odd = self._differing(prints)
-        first = places[0]
-        tensor = dict(self._tensors())[names[first]].detach().cpu().double().flatten()
-        is_reference = self._ranks.rank == good
-        reference = self._ranks.sum(tensor if is_reference else torch.zeros_like(tensor))
+        name = names[places[0]]
+        tensor = dict(self._tensors())[name].detach().cpu().double().flatten()
+        reference = self._ranks.sum(tensor if self._ranks.rank == good else torch.zeros_like(tensor))
         apart = (tensor - reference).abs()
         differing = (tensor != reference) & ~(tensor.isnan() & reference.isnan())
         mine = torch.stack([apart.max(), differing.sum().double()]) if len(apart) else torch.zeros(2).double()
-        amounts = by_rank(self._ranks, mine).tolist()
-        return Difference(
-            name=names[first],
-            ranks=tuple(odd),
-            largest=tuple(amounts[rank][0] for rank in odd),
-            elements=tuple(int(amounts[rank][1]) for rank in odd),
-            tensors=len(places),
+        of_ranks = by_rank(self._ranks, mine).tolist()
+        found = "; ".join(
+            f"rank {rank} by up to {of_ranks[rank][0]:.3g} in {of_ranks[rank][1]:.0f} elements" for rank in odd
+        )
+        return Alarm(
+            "replicas-differ",
+            f"{name} differs: {found}; {len(places)} of {len(names)} tensors differ in all"
+            f"{OF_TWO if self._ranks.size == 2 else ''}; look for "
+            "an update, a load or an initialisation under `if rank == 0`, a parameter that DDP does not reduce, or "
+            "unreliable memory on that rank; broadcast the weights of a good rank, or go back to a checkpoint",
         )
 
     def _fingerprints(self) -> tuple[dict[str, str], list[int]]:
@@ -179,9 +150,7 @@ class Replicas:
         return layouts, prints
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._all_tensors():
-            if not self._skip(name):
-                yield name, tensor
+        return ((name, tensor) for name, tensor in self._all_tensors() if not self._skip(name))
 
     def _all_tensors(self) -> Iterator[tuple[str, Tensor]]:
         names = {}
@@ -222,8 +191,3 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     whole = len(flat) * size // 8 * 8 // size
     rest = flat[whole:].view(_BITS[size]).sum(dtype=torch.int64)
     return flat[:whole].view(torch.int64).sum() + rest if whole else rest
-
-
-def _signed(number: int) -> int:
-    """The number modulo 2^64, as int64 holds it."""
-    return (number + 2**63) % 2**64 - 2**63

@@ -182,28 +182,26 @@ class Cusum:
 
     def __init__(self, values_per_false_alarm: float) -> None:
         self.threshold = _threshold(values_per_false_alarm)
-        self._up = self._down = 0.0
-        self._up_length = self._down_length = 0
+        self._sums, self._lengths = [0.0, 0.0], [0, 0]
 
     def add(self, value: float) -> bool:
         """Whether the series has shifted, with this value (in standard deviations; nan counts as the limit)."""
         value = _LIMIT if math.isnan(value) else max(-_LIMIT, min(_LIMIT, value))
-        # Twice the threshold at most, so that a shift that has passed is forgotten.
-        self._up = min(max(0.0, self._up + value - _ALLOWANCE), 2.0 * self.threshold)
-        self._down = min(max(0.0, self._down - value - _ALLOWANCE), 2.0 * self.threshold)
-        self._up_length = self._up_length + 1 if self._up else 0
-        self._down_length = self._down_length + 1 if self._down else 0
+        for side, sign in enumerate((1.0, -1.0)):
+            # Twice the threshold at most, so that a shift that has passed is forgotten.
+            self._sums[side] = min(max(0.0, self._sums[side] + sign * value - _ALLOWANCE), 2.0 * self.threshold)
+            self._lengths[side] = self._lengths[side] + 1 if self._sums[side] else 0
         return self.level >= self.threshold
 
     @property
     def length(self) -> int:
         """Values since the larger of the two sums was last zero."""
-        return self._up_length if self._up >= self._down else self._down_length
+        return self._lengths[self._sums.index(self.level)]
 
     @property
     def level(self) -> float:
         """The larger of the two sums."""
-        return max(self._up, self._down)
+        return max(self._sums)
 
 
 def _threshold(values_per_false_alarm: float) -> float:

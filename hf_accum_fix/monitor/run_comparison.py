@@ -92,10 +92,11 @@ def compare(one: Summary, other: Summary) -> Comparison:
     parts = blocks(len(steps), min(10, max(len(steps) // 4, 1)))
     ratios_by_part = [median(ratios[part.start : part.stop]) for part in blocks(len(ratios), len(parts))]
     steady = len(ratios) >= ENOUGH and spread < 0.1 * abs(ratio) and _same_throughout(ratios_by_part)
+    broken = {*one.not_finite} & {*other.loss.steps} | {*other.not_finite} & {*one.loss.steps}
     result = Comparison(
         one.run, other.run, len(steps), ratio, steady, math.nan, math.nan, False,
         norms=one.gradients.median / other.gradients.median if one.gradients and other.gradients else math.nan,
-        not_finite=_first_not_shared(one, other),
+        not_finite=min(broken, default=math.nan),
     )  # fmt: skip
     if (
         len(ratios) == len(steps) > 1
@@ -160,13 +161,6 @@ def _cause(ratio: float, one: Summary, other: Summary) -> str:
 
 def _same_throughout(ratios: Sequence[float]) -> bool:
     return max(map(abs, ratios)) < 1.2 * min(map(abs, ratios))
-
-
-def _first_not_shared(one: Summary, other: Summary) -> float:
-    """The first step at which one loss is not finite and the other's is."""
-    apart = [step for step in one.not_finite if step in set(other.loss.steps)]
-    apart += [step for step in other.not_finite if step in set(one.loss.steps)]
-    return min(apart, default=math.nan)
 
 
 def _noise_of_both(curves: Sequence[Sequence[float]], places: range) -> float:

@@ -158,13 +158,9 @@ def _latest_state(folder: Path) -> Path | None:
     """The folder's trainer_state.json, or its last checkpoint's."""
     if (folder / "trainer_state.json").is_file():
         return folder / "trainer_state.json"
-    found = [place for place in folder.glob("checkpoint-*/trainer_state.json") if _number(place.parent) is not None]
-    return max(found, key=lambda place: _number(place.parent) or 0, default=None)
-
-
-def _number(checkpoint: Path) -> int | None:
-    last = checkpoint.name.rsplit("-", 1)[-1]
-    return int(last) if last.isdecimal() else None
+    found = folder.glob("checkpoint-*/trainer_state.json")
+    numbered = {int(its[1]): place for place in found if (its := re.search(r"-(\d+)$", place.parent.name))}
+    return numbered[max(numbered)] if numbered else None
 
 
 def _runs_of_file(file: Path) -> list[Run]:
@@ -235,10 +231,13 @@ def _with_guess(run: Run, folder: Path) -> Run:
 
 
 def _from_lines(name: str, rows: list[dict[str, Any]]) -> list[Run]:
-    whole = [row for row in rows if "losses" in row]
-    if not whole:
+    """One run, or those of a sweep, a line each."""
+    sweep = [row for row in rows if "losses" in row]
+    if not sweep:
         return [_from_rows(name, rows)] if rows else []
-    return [Run(printable(f"{name}: {_label(row)}"), dict(_columns(row)), dict(_settings(row))) for row in whole]
+    return [
+        replace(_from_rows(f"{name}: {_label(row)}", _columns(row)), settings=dict(_settings(row))) for row in sweep
+    ]
 
 
 def _from_csv(name: str, rows: list[dict[str, float]]) -> list[Run]:
@@ -255,11 +254,12 @@ def _from_csv(name: str, rows: list[dict[str, float]]) -> list[Run]:
     return [_from_rows(f"{name}: {run}", its) for run, its in charts.items()] or [_from_rows(name, rows)]
 
 
-def _columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Series]]:
-    for column, meaning in _WHOLE_COLUMNS.items():
-        values = row.get(column, ())
-        if values:
-            yield meaning, Series(tuple(map(float, range(1, len(values) + 1))), tuple(map(_number_of, values)))
+def _columns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"step": step, meaning: value}
+        for column, meaning in _WHOLE_COLUMNS.items()
+        for step, value in enumerate(row.get(column, ()), start=1)
+    ]
 
 
 def _settings(row: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -287,13 +287,22 @@ def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Run:
             continue
         for key, value in row.items():
             if key not in _IGNORED and isinstance(value, (int, float)) and not isinstance(value, bool):
-                steps, values = columns.setdefault(printable(key.removeprefix("train/")), ([], []))
+                steps, values = columns.setdefault(printable(_key(key)), ([], []))
                 steps.append(step)
                 values.append(_number_of(value))
     if 2 * len(bad) > len(rows):
         raise ValueError(f"{len(bad)} of {len(rows)} lines could not be read, the first is number {bad[0]}")
-    run = _named(name, {key: _in_order(*of_key) for key, of_key in columns.items()})
-    return replace(run, left_out=f"{len(bad)} of {len(rows)} lines, the first is number {bad[0]}") if bad else run
+    series = {key: _in_order(*of_key) for key, of_key in columns.items()}
+    for wanted, others in _ALIASES.items():
+        found = next((other for other in others if other in series), None)
+        if wanted not in series and found is not None:
+            series[wanted] = series[found]
+    left_out = f"{len(bad)} of {len(rows)} lines, the first is number {bad[0]}" if bad else ""
+    return Run(printable(name), series, left_out=left_out)
+
+
+def _key(name: str) -> str:
+    return name.removeprefix("train/").replace("eval/", "eval_")
 
 
 def _in_order(steps: Sequence[float], values: Sequence[float]) -> Series:
@@ -302,15 +311,6 @@ def _in_order(steps: Sequence[float], values: Sequence[float]) -> Series:
         return Series(tuple(steps), tuple(values))
     last = dict(zip(steps, values, strict=True))
     return Series(tuple(sorted(last)), tuple(last[step] for step in sorted(last)))
-
-
-def _named(name: str, series: dict[str, Series]) -> Run:
-    """The run with our names for loss, gradient norm and learning rate."""
-    for wanted, others in _ALIASES.items():
-        found = next((other for other in others if other in series), None)
-        if wanted not in series and found is not None:
-            series[wanted] = series[found]
-    return Run(printable(name), series)
 
 
 def _number_of(value: float) -> float:
@@ -331,9 +331,6 @@ def _from_events(folder: Path) -> Run:
         ) from error
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    series = {}
-    for tag in events.Tags()["scalars"]:
-        scalars = events.Scalars(tag)
-        key = printable(tag.removeprefix("train/").replace("eval/", "eval_"))
-        series[key] = _in_order([float(s.step) for s in scalars], [float(s.value) for s in scalars])
-    return _named(str(folder), series)
+    tags = events.Tags()["scalars"]
+    rows = [{tag: float(its.value), "step": its.step} for tag in tags for its in events.Scalars(tag)]
+    return _from_rows(str(folder), rows)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+from statistics import fmean
 
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gradient_norm import LOOK_AT, GradientNorm
@@ -28,9 +28,8 @@ from hf_accum_fix.monitor.run_logs import GUESS, PREFIX, Run, Series
 ENOUGH = 8
 #: Most points behind a slope.
 _POINTS = 60
-#: A gradient norm is a spike if its logarithm is this many times the noise above the median of so many neighbours on
-#: either side, and if it is at least this many times as large.
-_SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
+#: Logged norms that are judged together, and fewest before one that is a spike.
+_NORMS_A_READING, _NORMS_BEFORE_A_SPIKE = 20, 10
 #: A loss of exactly zero after one above this is no loss: a Trainer logs nan so.
 _NOT_ZERO = 0.01
 #: Ratio of the last tenth of the losses to the best that is divergence, where it is halfway back to the first.
@@ -76,7 +75,7 @@ class Summary:
         accuracy: the name that one was logged under; empty: none.
         alarms: by monitor: how many, and the step by which the first was logged.
         findings: alarms and observations of the monitors in these logs.
-        extras: learning rate, memory and the ranks' losses as text, if they were logged.
+        extras: accuracy, learning rate, memory and the ranks' losses as text, if they were logged.
         settings: as in `Run`.
         left_out: as in `Run`.
     """
@@ -110,11 +109,11 @@ def summarise(run: Run) -> Summary:
     last = fmean(tail) if tail else math.nan
     as_share = 1.0 if all_positive(loss.values) else abs(last) or math.nan
     not_finite = logged.where(lambda value: not math.isfinite(value)).steps
-    memory, gradients = dict(_memory(run)), _gradients(run)
+    memory, (gradients, of_norms) = dict(_memory(run)), _norms(run)
     findings = (
         *_of_missing(not_finite, zeros, sentinel),
         *_of_loss(run, loss),
-        *_of_norms(run, gradients),
+        *of_norms,
         *_of_memory(memory),
     )
     return Summary(
@@ -215,22 +214,28 @@ def _of_accuracy(accuracy: Series, loss: Series) -> Iterator[Alarm]:
         yield found
 
 
-def _of_norms(run: Run, gradients: GradientNorms | None) -> Iterator[Alarm]:
+def _norms(run: Run) -> tuple[GradientNorms | None, list[Alarm]]:
     """What `GradientNorm` finds in the logged norms; spikes are observations: the items of a step are not known."""
     series = run.series.get("grad_norm", Series((), ()))
+    usual = series.where(lambda norm: math.isfinite(norm) and norm > 0).values
     every = (series.steps[-1] - series.steps[0]) / (len(series) - 1) if len(series) > 1 else 1.0
-    norms, seen = GradientNorm(every=every), set()
-    for part in blocks(len(series), len(series) // _NEIGHBOURS + 1):
+    norms, found, spikes = GradientNorm(every=every, before_a_spike=_NORMS_BEFORE_A_SPIKE), dict[str, Alarm](), []
+    for part in blocks(len(series), len(series) // _NORMS_A_READING + 1):
         norms.add([series.values[place] for place in part], [math.nan] * len(part))
-        alarm = norms.judge(replace(norms.reading_of((), math.nan), spikes=()))
-        if alarm is not None and alarm.kind not in seen:
-            seen.add(alarm.kind)
-            yield replace(alarm, message=f"by step {series.steps[part[-1]]:.0f}, {alarm.message}")
-    if gradients is not None and gradients.spikes:
-        where = ", ".join(f"{step:.0f}" for step in gradients.spikes[:5])
-        count = len(gradients.spikes)
-        words = f"{count} spike{'s' * (count > 1)} of the gradient norm, at step {where}; {LOOK_AT}"
-        yield Alarm("gradient-norm-spike", words, observation=True)
+        reading = norms.reading()
+        spikes += sorted(series.steps[part[-1] - its.steps_ago] for its in reading.spikes)
+        alarm = norms.judge(replace(reading, spikes=()))
+        if alarm is not None:
+            words = f"by step {series.steps[part[-1]]:.0f}, {alarm.message}"
+            found.setdefault(alarm.kind, replace(alarm, message=words))
+    if spikes:
+        where = ", ".join(f"{step:.0f}" for step in spikes[:5])
+        words = f"{len(spikes)} spike{'s' * (len(spikes) > 1)} of the gradient norm, at step {where}; {LOOK_AT}"
+        found["spikes"] = Alarm("gradient-norm-spike", words, observation=True)
+    if not usual:
+        return None, list(found.values())
+    centre, sigma = median_and_sigma(usual)
+    return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes)), list(found.values())
 
 
 def _memory(run: Run) -> Iterator[tuple[str, tuple[Trend, int]]]:
@@ -256,39 +261,12 @@ def _slope_of_second_half(series: Series) -> Slope | None:
     return slope_of_means(steps, values, _POINTS) if len(set(steps)) >= ENOUGH else None
 
 
-def _gradients(run: Run) -> GradientNorms | None:
-    norms = run.series.get("grad_norm", Series((), ())).where(lambda norm: math.isfinite(norm) and norm > 0)
-    if not len(norms):
-        return None
-    centre, sigma = median_and_sigma(norms.values)
-    logs = [math.log(norm) for norm in norms.values]
-    bar = max(_SPIKE * noise_sigma(logs), math.log(_SPIKE_TIMES)) if len(logs) >= ENOUGH else math.inf
-    spikes = []
-    for place, log in enumerate(logs):
-        around = logs[max(place - _NEIGHBOURS, 0) : place] + logs[place + 1 : place + 1 + _NEIGHBOURS]
-        # Norms are usually large in the first logs.
-        if len(norms) - place > 1 and place >= _NEIGHBOURS // 2 and around and log > median(around) + bar:
-            spikes.append(norms.steps[place])
-    return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes))
-
-
 def _accuracies(run: Run) -> list[str]:
     """Names of accuracies, evaluation first."""
     found = [
         name for name, its in run.series.items() if _ACCURACY.fullmatch(name) and any(map(math.isfinite, its.values))
     ]
     return sorted(found, key=lambda name: (not name.startswith("eval"), name))
-
-
-def _of_accuracies(run: Run) -> Iterator[tuple[str, str]]:
-    for name in _accuracies(run)[:1]:
-        series = run.series[name].where(math.isfinite)
-        first, best = series.values[0], max(series.values)
-        near = first + 0.9 * (best - first)
-        step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
-        words = f"{name} {first:.4g} to {series.values[-1]:.4g}, nine tenths of the gain by step {step:.0f}"
-        slope = _slope_of_second_half(series)
-        yield "accuracy", words if slope is None else f"{words}; {in_words(slope)}"
 
 
 def in_words(slope: Slope) -> str:
@@ -302,14 +280,13 @@ def in_words(slope: Slope) -> str:
 
 
 def _extras(run: Run, memory: Mapping[str, tuple[Trend, int]]) -> Iterator[tuple[str, str]]:
-    """Learning rate, peaks of memory and the ranks' losses, if they were logged: a name and a text."""
-    yield from _of_accuracies(run)
-    for name in ("learning_rate", *sorted(filter(_MEMORY.search, run.series))):
+    """Accuracy, learning rate, memory and the ranks' losses, if they were logged: a name and a text."""
+    for name in (*_accuracies(run)[:1], "learning_rate", *sorted(filter(_MEMORY.search, run.series))):
         series = run.series.get(name, Series((), ())).where(math.isfinite)
         if len(series):
             highest = max(series.values)
             at = series.steps[series.values.index(highest)]
-            words = f"{series.values[0]:.3g} at first, {highest:.3g} at step {at:.0f}, {series.values[-1]:.3g} last"
+            words = f"{series.values[0]:.4g} at first, {highest:.4g} at step {at:.0f}, {series.values[-1]:.4g} last"
             name = name.removeprefix(PREFIX)
             yield name.replace("_", " "), f"{words}; {memory[name][0]}" if name in memory else words
     of_ranks = {match[1]: run.series[key] for key in run.series if (match := _OF_A_RANK.fullmatch(key))}

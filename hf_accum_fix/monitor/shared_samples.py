@@ -93,7 +93,6 @@ class SharedSamples(Gathered[SharedSamplesReading]):
         self._now = hashes.topk(min(_KEPT, len(hashes)), largest=False, sorted=False).values
 
     def row(self) -> Tensor:
-        """As in `Gathered`: one device sync."""
         now = torch.full((_KEPT,), _NONE, dtype=torch.float64)
         if self._now is not None:
             now[: len(self._now)] = self._now.cpu()
@@ -102,7 +101,6 @@ class SharedSamples(Gathered[SharedSamplesReading]):
         return row
 
     def reading(self, table: Tensor) -> SharedSamplesReading:
-        """As in `Gathered`."""
         halves = table.view(-1, 2, _KEPT).tolist()
         kept = [[tuple(int(value) for value in half if value != _NONE) for half in of_rank] for of_rank in halves]
         return SharedSamplesReading(tuple(its[0] for its in kept), tuple(its[1] for its in kept))

@@ -68,13 +68,11 @@ class StageBalance(Gathered[StageBalanceReading]):
         stage.register_forward_hook(self._after_forward)
 
     def row(self) -> Tensor:
-        """As in `Gathered`: one device sync."""
         times = [_seconds(began, ended) for began, ended in self._forwards]
         self._forwards.clear()
         return torch.tensor([median(times) if times else 0.0, len(times)], dtype=torch.float64)
 
     def reading(self, table: Tensor) -> StageBalanceReading:
-        """As in `Gathered`."""
         times, forwards = table.T.tolist()
         return StageBalanceReading(tuple(times), int(min(forwards)))
 

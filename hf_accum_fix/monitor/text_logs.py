@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 _NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN))"
 #: Colours of a terminal.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TITAN = re.compile(rf"\bstep:\s*(\d+)\s+loss:\s*{_NUMBER}")
+#: torchtitan's "step: 5  loss: 2.1", nanoGPT's "iter 5: loss 2.1".
+_STEP = re.compile(rf"\b(?:step:\s*(?=\d+\s+loss:)|iter (?=\d+: loss))(\d+):?\s+loss:?\s*{_NUMBER}")
 _TIMM = re.compile(rf"\bTrain: (\d+) \[\s*(\d+)/(\d+) .*?Loss:\s*{_NUMBER}")
-_NANO = re.compile(rf"\biter (\d+): loss {_NUMBER}")
 _MEGATRON = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|.*loss")
 _TRAINER = re.compile(r"\{'(?:loss|eval_loss)': [^{}]*\}")
 #: Other numbers, if they are printed: of torchtitan, and of timm.
@@ -51,13 +51,11 @@ def _rows_of_line(line: str) -> Iterator[dict[str, float]]:
         yield {"step": float(match[1]), **_numbers(re.findall(rf"\| ([a-z][\w ()]*?):\s*{_NUMBER} (?=\|)", line))}
         return
     pairs = [(key, match[1]) for key, pattern in _BESIDE.items() if (match := pattern.search(line))]
-    if match := _TITAN.search(line):
+    if match := _STEP.search(line):
         yield _numbers([("step", match[1]), ("loss", match[2]), *pairs])
     elif match := _TIMM.search(line):
         step = int(match[1]) * int(match[3]) + int(match[2])
         yield _numbers([("step", str(step)), ("loss", match[4]), *pairs])
-    elif match := _NANO.search(line):
-        yield _numbers([("step", match[1]), ("loss", match[2])])
 
 
 def _numbers(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:

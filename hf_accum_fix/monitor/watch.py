@@ -82,7 +82,9 @@ def look(runs: Sequence[Run], against: str | None = None, unread: Sequence[str] 
     Raises:
         LogsError: if there is no such run.
     """
-    summaries, reference = _held_against(runs, against)
+    names = short_names([run.name for run in runs])
+    summaries = [replace(summarise(run), run=name) for run, name in zip(runs, names, strict=True)]
+    reference = _most_agreed_with(summaries) if against is None else _named(against, names, runs)
     compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
     found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
     found += [line for its in compared for line in findings_between(its)]
@@ -102,13 +104,6 @@ def look(runs: Sequence[Run], against: str | None = None, unread: Sequence[str] 
     return Report("\n\n".join(parts), tuple(found), tuple(undecided))
 
 
-def _held_against(runs: Sequence[Run], against: str | None) -> tuple[list[Summary], int]:
-    """Every run's summary under its short name, and the index of the reference run."""
-    names = short_names([run.name for run in runs])
-    summaries = [replace(summarise(run), run=name) for run, name in zip(runs, names, strict=True)]
-    return summaries, _most_agreed_with(summaries) if against is None else _named(against, names, runs)
-
-
 def short_names(names: Sequence[str]) -> list[str]:
     """Names of runs without the folders that all have in common, of 60 letters at most, and no two alike."""
     places, labels = zip(*(name.partition(": ")[::2] for name in names), strict=True)
@@ -117,18 +112,14 @@ def short_names(names: Sequence[str]) -> list[str]:
         parts = [its[1:] for its in parts]
     found: list[str] = []
     for its, label in zip(parts, labels, strict=True):
-        name = short = _cut("/".join(its) + (f": {label}" if label else ""))
-        number = 1
+        name = "/".join(its) + (f": {label}" if label else "")
+        kept, number = _LONGEST_NAME // 2 - 2, 1
+        name = short = name if len(name) <= _LONGEST_NAME else f"{name[:kept]}...{name[-kept:]}"
         while short in found:
             number += 1
             short = f"{name} ({number})"
         found.append(short)
     return found
-
-
-def _cut(name: str) -> str:
-    kept = _LONGEST_NAME // 2 - 2
-    return name if len(name) <= _LONGEST_NAME else f"{name[:kept]}...{name[-kept:]}"
 
 
 def _most_agreed_with(summaries: Sequence[Summary]) -> int:
@@ -154,9 +145,8 @@ def _described(its: Summary, full_name: str) -> str:
     loss = its.loss
     rows = [("loss", "none left")]
     if len(loss):
-        rows = [
-            ("loss", f"{loss.values[0]:.4g} at step {loss.steps[0]:.0f}, {_with_error(its.last, its.last_error)} last")
-        ]
+        error = "" if math.isnan(its.last_error) else f" +- {its.last_error:.2g}"
+        rows = [("loss", f"{loss.values[0]:.4g} at step {loss.steps[0]:.0f}, {its.last:.4g}{error} last")]
     if its.slope is not None:
         rows.append(("trend", f"{in_words(its.slope)} over the second half"))
     if not math.isnan(its.noise):
@@ -167,7 +157,8 @@ def _described(its: Summary, full_name: str) -> str:
         where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
     rows += [("left out", its.left_out)] if its.left_out else []
-    rows += [*its.extras, ("alarms", _counted(its.alarms) or "none logged")]
+    alarms = "; ".join(f"{name}: {count}, first by step {step:.0f}" for name, (count, step) in its.alarms.items())
+    rows += [*its.extras, ("alarms", alarms or "none logged")]
     width = max(len(name) for name, _ in rows)
     head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
     return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
@@ -192,11 +183,3 @@ def _compared(its: Comparison) -> str:
     if its.steady and abs(its.ratio - 1) > 0.2:
         words += "; one factor throughout points at how the loss is scaled or logged, not at what is learned"
     return words + broken
-
-
-def _with_error(value: float, error: float) -> str:
-    return f"{value:.4g}" if math.isnan(error) else f"{value:.4g} +- {error:.2g}"
-
-
-def _counted(alarms: dict[str, tuple[int, float]]) -> str:
-    return "; ".join(f"{name}: {count}, first by step {step:.0f}" for name, (count, step) in alarms.items())

@@ -11,7 +11,9 @@ import numpy
 import pytest
 
 from hf_accum_fix.monitor.deviation import Deviation
-from hf_accum_fix.monitor.two_ranks import ShiftOfTwo
+from hf_accum_fix.monitor.loss import LossReading, Moments
+from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
+from hf_accum_fix.monitor.two_ranks import OF_NORMS_BESIDE_LOSSES, ShiftOfTwo
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from monitor_audit import MONITORS, judged, rank_firsts
@@ -62,6 +64,40 @@ def test_a_shift_from_the_first_reading_or_a_later_one_is_seen_by_the_eighth() -
     later = alarms((noise + 3 * (numpy.arange(40) >= 20)).tolist())
     assert len(later) == 1 and 20 < later[0] <= 28
     assert not alarms((noise + 3).tolist(), tolerance=3.0)
+
+
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+def test_what_another_quantity_explains_is_no_shift(shift: float) -> None:
+    """Levels that are drawn anew, and differences in proportion to them; a level that lasts may explain any shift."""
+    firsts = []
+    for seed in range(20):
+        draw, two, beside = numpy.random.default_rng(seed), ShiftOfTwo(OF_NORMS_BESIDE_LOSSES), 0.0
+        slope, alarms = draw.uniform(0.2, 0.9), []
+        for reading in range(1, 61):
+            beside = 4 * draw.normal() if draw.random() < 0.1 else beside
+            alarms += [reading] * two.add(slope * beside + shift + draw.normal(), 1.0, beside=beside)
+        firsts += alarms[:1]
+    assert len(firsts) >= 19 and median(firsts) <= 8 if shift else len(firsts) <= 1
+
+
+def test_a_gradient_is_judged_beside_the_loss() -> None:
+    """That of the last rank is half as large again, and both follow a difficulty that persists."""
+
+    def first(seed: int, known: bool) -> int:
+        draw, gradients = numpy.random.default_rng(seed), RankGradients()
+        difficulty, power = 0.4 * draw.normal(size=2), draw.uniform(0.4, 0.9)
+        for log in range(1, 21):
+            difficulty = numpy.where(draw.random(2) < 0.1, 0.4 * draw.normal(size=2), difficulty)
+            harder = difficulty + 0.1 * draw.normal(size=2)
+            steps = numpy.exp(power * harder + 0.3 * draw.normal(size=(10, 2))) * [1.0, 1.5]
+            losses = LossReading(tuple(Moments(10, 100, 100 * math.exp(its), 0.0, 0.0, 1000) for its in harder))
+            norms = RankGradientsReading(tuple(map(tuple, steps.T.tolist())))
+            if gradients.judge(norms, losses if known else None) is not None:
+                return log
+        return 21
+
+    assert median(first(seed, True) for seed in range(10)) <= 6 < 9 <= median(first(seed, False) for seed in range(10))
+    assert max(first(seed, True) for seed in range(10)) <= 10
 
 
 def test_a_shift_of_losses_that_never_vary_is_seen() -> None:

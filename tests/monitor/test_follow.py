@@ -12,8 +12,8 @@ import pytest
 from hf_accum_fix.cli import main
 from hf_accum_fix.cli import watch as command
 from hf_accum_fix.monitor import follow as watching
-from hf_accum_fix.monitor.follow import curve, follow
-from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.follow import follow
+from hf_accum_fix.monitor.run_logs import LogsError, Run, read_runs
 from hf_accum_fix.monitor.watch import report
 
 
@@ -91,14 +91,6 @@ def test_an_interrupt_of_a_command_is_one_line(
     monkeypatch.setattr(command, "execute", interrupted)
     assert main(["watch", "logs"]) == 3
     assert capsys.readouterr().err == "hf-accum-fix watch: interrupted\n"
-
-
-def test_a_curve_in_letters() -> None:
-    steps = tuple(map(float, range(200)))
-    falls = curve(Run("run", {"loss": Series(steps, tuple(200.0 - step for step in steps))}))
-    assert falls[0] == "\u2588" and falls[59] == "\u2581" and falls.endswith("  run")
-    assert curve(Run("flat", {"loss": Series((1.0, 2.0), (1.0, 1.0))})).startswith("\u2581\u2581 ")
-    assert curve(Run("none", {"loss": Series((1.0,), (float("nan"),))})) == "  none"
 
 
 def test_seconds_are_checked(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_labels_of_ranks_that_share_nothing_are_no_alarm() -> None:
 def test_the_trainer_s_samples_may_be_named() -> None:
     def work(ranks: OneOf) -> float:
         callback = SharedSamplesCallback(None, ranks, samples=lambda inputs: inputs["labels"][None])
-        callback._after_step(torch.ones(()), None, {"pixels": torch.rand(4, 3), "labels": torch.arange(4)})
+        callback.micro_batch(torch.ones(()), {"pixels": torch.rand(4, 3), "labels": torch.arange(4)}, None)
         return callback._samples.read().share(0, 1)
 
     assert side_by_side(work) == [1.0, 1.0]
@@ -122,7 +122,7 @@ def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
                 ids = nn.functional.pad(ids.flip(0), (0, 2), value=7) if ranks.rank else ids
                 mask = torch.ones_like(ids)
                 mask[:, 6:] = 0
-                callback._after_step(torch.ones(()), None, {"attention_mask": mask, "input_ids": ids})
+                callback.micro_batch(torch.ones(()), {"attention_mask": mask, "input_ids": ids}, None)
             assert callback.measured({}, read_together(ranks, callback.gathered())) == {}
         return told
 

@@ -54,7 +54,7 @@ def test_a_run_in_words(tmp_path: Path) -> None:
     text = report([run])
     assert text.startswith(f"run: 100 logged losses ({folder})\n")
     assert "falls by" in text and "per 100 steps" in text
-    assert "eval_accuracy 0.1 to 0.9, nine tenths of the gain by step 500" in text
+    assert "eval accuracy  0.1 at first, 0.9 at step" in text
     assert "median 1" in text and "0 spikes" in text
     assert "rank loss: 2, first by step 610" in text
 

@@ -152,7 +152,9 @@ def test_timms_accuracies_are_read_in_percent(tmp_path: Path) -> None:
     rows = [f"{k},{2 * 0.9**k},{2.1 * 0.9**k},{0.1 + 0.01 * (k % 2)},0.5,0.1\n" for k in range(20)]
     (tmp_path / "summary.csv").write_text(header + "".join(rows))
     found = look(read_runs(tmp_path))
-    assert "eval_top1 0.1 to 0.11" in found.words and any("accuracy stalls" in line for line in found.findings)
+    assert "eval top1      0.1 at first, 0.11 at step" in found.words and any(
+        "accuracy stalls" in line for line in found.findings
+    )
     rows = [f"{k},{2 * 0.9**k},2,{20 + 3 * k},{50 + k},0.1\n" for k in range(20)]
     (tmp_path / "summary.csv").write_text(header + "".join(rows))
     assert look(read_runs(tmp_path)).findings == ()

@@ -1,19 +1,23 @@
-"""What ranks have in common, or should not have, as callbacks: replicas, BatchNorm, pace, samples."""
+"""What ranks have in common, or should not have, as callbacks: replicas, BatchNorm, pace, samples, memory."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, WrappedModelCallback
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.memory import MemoryMonitor
+from hf_accum_fix.monitor.memory_trend import TrendKind
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.ranks import Ranks, alike
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
+
+logger = logging.getLogger("hf_accum_fix.monitor")
 
 
 class ReplicasCallback(MonitorCallback):
@@ -33,19 +37,16 @@ class ReplicasCallback(MonitorCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Collect the tensors to compare; log that a sharded model has none."""
+        self._replicas = None
         super().on_train_begin()
+        if self.ranks.size > 1 and not alike(self.ranks, self._replicas is None):
+            self._replicas = None  # What one rank cannot compare nobody waits for.
+
+    def watch(self, model: Any) -> None:
         if self.ranks.size > 1:
-            model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
-            self._replicas = None
-            try:
-                self._replicas = Replicas(model, optimizer, self.ranks, self._every)
-            except UnsupportedSetupError as error:
-                self.not_watched(error)
-            if not alike(self.ranks, self._replicas is None):
-                self._replicas = None  # What one rank cannot compare nobody waits for.
+            self._replicas = Replicas(model, self.trainer.optimizer, self.ranks, self._every)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Compare, if it is due."""
         if self._replicas is not None:
             self.say(self._replicas.step())
 
@@ -80,18 +81,19 @@ class BatchNormCallback(MonitorCallback):
         self.say(compare_buffers(self.trainer.model_wrapped, self.ranks, steps))
 
 
-class PaceCallback(WrappedModelCallback):
+class PaceCallback(MonitorCallback):
     """`Pace`: the rank that keeps the others waiting. Nothing on one process."""
 
     alarms_name = "pace_alarms"
+    monitor: Pace | None = None
+    _model: Any = None
 
-    def watch(self, model: Any) -> Pace:
-        """Listen to the model as it is called."""
-        return Pace(model, self.ranks)
+    def watch(self, model: Any) -> None:
+        if self.ranks.size > 1 and self._model is not model:
+            self._model, self.monitor = model, Pace(model, self.ranks)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step has ended."""
-        if isinstance(self.monitor, Pace):
+        if self.monitor is not None:
             self.monitor.step()
 
 
@@ -117,16 +119,34 @@ class SharedSamplesCallback(MonitorCallback):
         self._samples, self._samples_of = SharedSamples(self.ranks), samples or samples_of
         self.monitor = self._samples if self.ranks.size > 1 else None
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Listen to ``Trainer.training_step`` too."""
-        super().on_train_begin()
-        if self.ranks.size > 1:
-            self.listen(self.trainer, "training_step", self._after_step)
-
-    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        samples = self._samples_of(inputs)
+    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
+        samples = self._samples_of(inputs) if self.monitor is not None else None
         if samples is not None:
             self._samples.update(samples)
+
+
+class MemoryCallback(MonitorCallback):
+    """`MemoryMonitor`: sampled at every step, decided at every log."""
+
+    alarms_name = "memory_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self.monitor = self._memory = MemoryMonitor(ranks=self.ranks)
+        self._reported: list[TrendKind] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._memory.sample()
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        """As in `MemoryMonitor`; a decision that has changed is logged in words."""
+        ranks = readings[self._memory].ranks
+        kinds = [its.trend.kind for its in ranks]
+        if kinds != self._reported and self.ranks.rank == 0:
+            self._reported = kinds
+            words = "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(ranks))
+            logger.info("step %d: memory of %s", self.trainer.state.global_step, words)
+        return super().measured(logs, readings)
 
 
 def samples_of(inputs: Mapping[str, Any]) -> Tensor | None:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
-from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, on_every_rank, read_together
 from hf_accum_fix.monitor.run_logs import PREFIX
@@ -22,8 +22,9 @@ Readings = Mapping[Gathered[Any], Any]
 """The reading of each monitor, from the rows of all ranks."""
 
 
-#: Attribute of a Trainer that holds its `_SharedLog` while it trains.
-_LOG = "_hf_accum_fix_monitors"
+#: Attribute of a Trainer that holds its `_Parts` while it trains.
+_PARTS = "_hf_accum_fix_monitors"
+_ABSENT = object()
 
 
 class MonitorCallback(TrainerCallback):
@@ -43,7 +44,25 @@ class MonitorCallback(TrainerCallback):
         self.trainer = trainer
         self.ranks = ranks or TorchRanks()
         self.alarms = Alarms(self.ranks)
-        self._listening: list[tuple[Any, str, Callable[..., None]]] = []
+
+    def watch(self, model: Any) -> None:
+        """Begin to watch the wrapped model: it exists when training begins.
+
+        Raises:
+            UnsupportedSetupError: if it cannot be watched.
+        """
+
+    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
+        """A micro-batch was trained.
+
+        Args:
+            loss: its share of the Trainer's loss.
+            inputs: of the model.
+            items: the number that the step got; None: none.
+        """
+
+    def clipped(self, norm: Tensor | float | None) -> None:
+        """The gradient was clipped; None: its norm is not known yet, as a DTensor's, or at all."""
 
     def gathered(self) -> Sequence[Gathered[Any]]:
         """What is read over the ranks at a log."""
@@ -62,23 +81,19 @@ class MonitorCallback(TrainerCallback):
         return self.monitor.logged(readings[self.monitor])
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Take part in the Trainer's logs."""
-        log: _SharedLog = vars(self.trainer).setdefault(_LOG, _SharedLog(self.trainer))
-        log.join(self)
+        """Take part in the Trainer's logs, and watch its model; log where it cannot be watched."""
+        parts: _Parts = vars(self.trainer).setdefault(_PARTS, _Parts(self.trainer))
+        parts.join(self)
+        try:
+            self.watch(self.trainer.model_wrapped)
+        except UnsupportedSetupError as error:
+            self.not_watched(error)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
-        for each in self._listening:
-            stop_listening(*each)
-        self._listening.clear()
-        log: _SharedLog | None = vars(self.trainer).get(_LOG)
-        if log is not None and log.leave(self):
-            del vars(self.trainer)[_LOG]
-
-    def listen(self, owner: Any, name: str, listener: Callable[..., None]) -> None:
-        """Call ``listener`` after every call of a method, until the training ends."""
-        listen(owner, name, listener)
-        self._listening.append((owner, name, listener))
+        parts: _Parts | None = vars(self.trainer).get(_PARTS)
+        if parts is not None and parts.leave(self):
+            del vars(self.trainer)[_PARTS]
 
     def say(self, alarm: Alarm | None) -> None:
         """Tell an alarm with its step."""
@@ -90,58 +105,73 @@ class MonitorCallback(TrainerCallback):
             logger.warning("not watched by %s: %s", type(self).__name__, error)
 
 
-class WrappedModelCallback(MonitorCallback):
-    """Base: what is read over the ranks watches the wrapped model, which exists when training begins."""
-
-    _model: Any = None
-
-    def watch(self, model: Any) -> Gathered[Any] | None:
-        """The monitor of this model.
-
-        Raises:
-            UnsupportedSetupError: if it cannot watch the model.
-        """
-        raise NotImplementedError
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Watch the model, on several processes; log where it cannot be watched."""
-        super().on_train_begin()
-        model = self.trainer.model_wrapped
-        if self.ranks.size > 1 and self._model is not model:
-            self._model, self.monitor = model, None
-            try:
-                self.monitor = self.watch(model)
-            except UnsupportedSetupError as error:
-                self.not_watched(error)
-
-
-class _SharedLog:
-    """The callbacks of one trainer, whose readings are made of one sum over the ranks a log."""
+class _Parts:
+    """The callbacks of one trainer: told what it does, and read by one sum over the ranks a log."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._parts: list[MonitorCallback] = []
         self._groups: list[tuple[Ranks, list[MonitorCallback]]] | None = None
+        # Of each method that we stand before: its object, what that held itself, and ours.
+        self._heard: dict[str, tuple[Any, Any, Callable[..., Any]]] = {}
 
     def join(self, part: MonitorCallback) -> None:
         # A run that ended by an exception has not left.
         if part not in self._parts:
             self._parts.append(part)
         self._groups = None
-        listen(self._trainer, "log", self._before_log, before=True)
+        self._hear(self._trainer, "log", self._log, before=True)
+        self._hear(self._trainer, "training_step", self._micro_batch)
+        self._hear(self._trainer.accelerator, "clip_grad_norm_", self._clipped)
 
     def leave(self, part: MonitorCallback) -> bool:
         """Whether it was the last to leave."""
         self._parts = [each for each in self._parts if each is not part]
-        if not self._parts:
-            stop_listening(self._trainer, "log", self._before_log)
-        return not self._parts
+        if self._parts:
+            return False
+        for name, (owner, standing, ours) in self._heard.items():
+            if vars(owner).get(name) is not ours:
+                continue
+            if standing is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, standing)
+        return True
 
-    def _before_log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def _hear(self, owner: Any, name: str, told: Callable[..., None], *, before: bool = False) -> None:
+        """Be told of every call of a method of this object: before it, or after it with the result in front."""
+        # Whoever had put a method there before, and took theirs away after an exception, took ours away as well.
+        if name in self._heard and vars(owner).get(name) is self._heard[name][2]:
+            return
+        method = getattr(owner, name)
+
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                told(*args, **kwargs)
+            result = method(*args, **kwargs)
+            if not before:
+                told(result, *args, **kwargs)
+            return result
+
+        self._heard[name] = owner, vars(owner).get(name, _ABSENT), heard
+        setattr(owner, name, heard)
+
+    def _micro_batch(
+        self, loss: Tensor, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        for part in self._parts:
+            part.micro_batch(loss, inputs, num_items_in_batch)
+
+    def _clipped(self, norm: Any, *args: Any, **kwargs: Any) -> None:
+        for part in self._parts:
+            part.clipped(norm if type(norm) in (Tensor, float) else None)
+
+    def _log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" not in logs:
             return
         if self._groups is None:
-            self._groups = [_watched(*group) for group in _by_ranks(self._parts)]
+            self._groups = [_watched(ranks, [its for its in self._parts if its.ranks == ranks])
+                            for ranks in dict.fromkeys(part.ranks for part in self._parts)]  # fmt: skip
         readings: dict[Gathered[Any], Any] = {}
         for ranks, parts in self._groups:
             readings |= read_together(ranks, [monitor for part in parts for monitor in part.gathered()])
@@ -152,13 +182,6 @@ class _SharedLog:
             # nan is a number that does not exist yet; a loss that is nan was measured.
             its = {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
             logs.update((PREFIX + name, value) for name, value in its.items())
-
-
-def _by_ranks(parts: Sequence[MonitorCallback]) -> list[tuple[Ranks, list[MonitorCallback]]]:
-    groups: dict[Ranks, list[MonitorCallback]] = {}
-    for part in parts:
-        groups.setdefault(part.ranks, []).append(part)
-    return list(groups.items())
 
 
 def _watched(ranks: Ranks, parts: Sequence[MonitorCallback]) -> tuple[Ranks, list[MonitorCallback]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings, WrappedModelCallback
-from hf_accum_fix.monitor.callbacks.loss import labels_counted
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.callbacks.loss import labels_counted, take_trained
+from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.ranks import Ranks
@@ -30,12 +32,8 @@ class GradientNormCallback(MonitorCallback):
         self._clips = 0
         self._items: Tensor | int = 0
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Listen to ``Trainer.training_step`` and ``Accelerator.clip_grad_norm_`` too."""
-        super().on_train_begin()
-        self.listen(self.trainer, "training_step", self._after_step)
+    def watch(self, model: Any) -> None:
         self._norms.max_norm = self.trainer.args.max_grad_norm or None
-        self.listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """As in `GradientNorm`; where no clipping was seen, of the norm that the Trainer logs."""
@@ -44,27 +42,45 @@ class GradientNormCallback(MonitorCallback):
             self._norms.update(logs["grad_norm"])
         return super().measured(logs, readings if clips else {self._norms: self._norms.read()})
 
-    def _after_clip(self, norm: Any, *args: Any, **kwargs: Any) -> None:
-        # Take the logged norm instead: a DTensor's norm is not reduced yet, and DeepSpeed's is sometimes None.
-        if type(norm) in (Tensor, float):
+    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
+        self._items = self._items + labels_counted(inputs)
+
+    def clipped(self, norm: Tensor | float | None) -> None:
+        """Take the norm; where there is none, the logged one counts instead."""
+        if norm is not None:
             self._clips += 1
             self._norms.update(norm, self._items)
         self._items = 0
 
-    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        self._items = self._items + labels_counted(inputs)
 
-
-class RankGradientsCallback(WrappedModelCallback):
+class RankGradientsCallback(MonitorCallback):
     """`RankGradients`: the gradient norm of each rank before DDP averages it. Nothing on one process."""
 
     alarms_name = "rank_gradient_alarms"
+    monitor: RankGradients | None = None
+    _model: Any = None
 
-    def watch(self, model: Any) -> RankGradients:
-        """Register with DDP, which has to be there, and to have no hook yet."""
-        gradients = RankGradients(self.ranks)
-        gradients.attach(model)
-        return gradients
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._meter = LossMeter(self.ranks)
+
+    def watch(self, model: Any) -> None:
+        if self.ranks.size > 1 and self._model is not model:
+            self._model, self.monitor, gradients = model, None, RankGradients(self.ranks)
+            gradients.attach(model)
+            self.monitor = gradients
+
+    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
+        take_trained(self._meter, loss, labels_counted(inputs), items)
+
+    def gathered(self) -> Sequence[Gathered[Any]]:
+        return () if self.monitor is None else (self.monitor, self._meter)
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        if self.monitor is None:
+            return {}
+        self.say(self.monitor.judge(readings[self.monitor], readings[self._meter]))
+        return self.monitor.logged(readings[self.monitor])
 
 
 class NoiseScaleCallback(MonitorCallback):
@@ -93,24 +109,15 @@ class NoiseScaleCallback(MonitorCallback):
         self._norm: Any = None
         self._ended = False
 
-    def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
-        """Listen to the micro-batches and to clipping; log where nothing can be measured."""
-        super().on_train_begin()
+    def watch(self, model: Any) -> None:
+        args = self.trainer.args
         sampling = getattr(args, "train_sampling_strategy", "")
         by_length = getattr(args, "group_by_length", False) or sampling == "group_by_length"
-        try:
-            if args.fp16:
-                raise UnsupportedSetupError("got a loss that is scaled (fp16); expected bfloat16 or float32")
-            dealt = self._dealt or by_length
-            self.monitor = NoiseScale(self.trainer.model_wrapped, self._every, self.ranks, dealt=dealt)
-        except UnsupportedSetupError as error:
-            self.not_watched(error)
-            return
-        self.listen(self.trainer, "training_step", self._after_step)
-        self.listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+        if args.fp16:
+            raise UnsupportedSetupError("got a loss that is scaled (fp16); expected bfloat16 or float32")
+        self.monitor = NoiseScale(model, self._every, self.ranks, dealt=self._dealt or by_length)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """A window has ended."""
         if self.monitor is not None:
             self.monitor.step(self._norm)
             self._norm, self._ended = None, True
@@ -120,22 +127,23 @@ class NoiseScaleCallback(MonitorCallback):
         if self.monitor is not None and not self._ended:
             if self._norm is None:
                 self.not_watched(UnsupportedSetupError("got no gradient norm; expected max_grad_norm above 0"))
-                self.monitor.close()
-                self.monitor = None
+                self._close()
             else:
                 self.monitor.step(self._norm)
         self._norm, self._ended = None, False
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer and the model as they were."""
         super().on_train_end()
-        if self.monitor is not None:
-            self.monitor.close()
-            self.monitor = None
+        self._close()
 
-    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
         if self.monitor is not None:
             self.monitor.micro_batch(self._items(inputs))
 
-    def _after_clip(self, norm: Any, *args: Any, **kwargs: Any) -> None:
-        self._norm = norm if type(norm) in (Tensor, float) else None
+    def clipped(self, norm: Tensor | float | None) -> None:
+        self._norm = norm
+
+    def _close(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,19 +44,12 @@ class LossCallback(MonitorCallback):
 
     Args:
         trainer, ranks: as in `MonitorCallback`.
-        items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
     """
 
     alarms_name = "rank_loss_alarms"
 
-    def __init__(
-        self,
-        trainer: Any,
-        ranks: Ranks | None = None,
-        items: Callable[[Mapping[str, Any]], Tensor | int] | None = None,
-    ) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self._items = items or labels_counted
         self._judge = RankLoss()
         self._trends = (LossTrend(), LossOscillation(), LossStall())
         self._first, self._accuracy, self._schedule = FirstLoss(), AccuracyTrend(), BatchSchedule()
@@ -65,26 +58,29 @@ class LossCallback(MonitorCallback):
         self._check = LossCheck()
         self._steps, self._repeats, self._hook = 1, False, None
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Listen to ``Trainer.training_step`` and to the model too; of a resumed run, find the last batch."""
-        super().on_train_begin()
+    def watch(self, model: Any) -> None:
+        """Listen to the model; of a resumed run, find the last batch."""
         state = self.trainer.state
         self._logged_at = state.global_step
         if state.global_step:
             self._schedule.load_state_dict(_last_batches(state.log_history))
-        self.listen(self.trainer, "training_step", self._after_step)
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer as it was."""
         super().on_train_end()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
+    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
+        counted, loss = labels_counted(inputs), loss.detach()
+        steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
+        self._steps = steps or self.trainer.args.gradient_accumulation_steps
+        self._of_head.update(self._check.trained(loss, counted, items, self._steps), counted)
+        take_trained(self._of_trainer, loss * self._steps if items is None else loss, counted, items)
+
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step has ended."""
         self._check.step()
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -100,12 +96,10 @@ class LossCallback(MonitorCallback):
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """Mean loss with its error, spread over the ranks, and the most unusual rank."""
-        checked = readings[self._check]
-        verdict = checked.verdict
+        verdict: Verdict = readings[self._check]
         reading = readings[self._of_head if verdict.is_mean else self._of_trainer]
         if not verdict.is_mean:
-            items = reading.total.items
-            reading = reading.times((items / checked.handed if checked.handed else 1.0) / verdict.factor)
+            reading = reading.times((reading.total.items / verdict.handed if verdict.handed else 1.0) / verdict.factor)
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
         for trend in self._trends:
@@ -154,24 +148,6 @@ class LossCallback(MonitorCallback):
         if model.training and torch.is_grad_enabled():
             self._check.forward(output, kwargs.get("labels"))
 
-    def _after_step(
-        self,
-        loss: Tensor,
-        model: Any,
-        inputs: Mapping[str, Any],
-        num_items_in_batch: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        items, loss = self._items(inputs), loss.detach()
-        steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
-        self._steps = steps or self.trainer.args.gradient_accumulation_steps
-        self._of_head.update(self._check.trained(loss, items, num_items_in_batch, self._steps), items)
-        if num_items_in_batch is None:
-            self._of_trainer.update(loss * self._steps, items)
-        else:
-            self._of_trainer.update_sum(loss * num_items_in_batch, items)
-
 
 def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
     """What `BatchSchedule` compares with, from a checkpoint's log; nothing where these monitors did not write it."""
@@ -185,6 +161,14 @@ def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
 def _number(value: Any) -> float:
     """As a float; nan where it is none."""
     return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def take_trained(meter: LossMeter, loss: Tensor, counted: Tensor | int, items: Any) -> None:
+    """Take a micro-batch's share of the Trainer's loss: a mean, or its sum over the number that the step got."""
+    if items is None:
+        meter.update(loss, counted)
+    else:
+        meter.update_sum(loss.detach() * items, counted)
 
 
 def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:
