@@ -34,7 +34,6 @@ class Choice:
     failure: Exception | None = None
     _of_kind: dict[str, tuple[LossContract, Reading]] = field(default_factory=dict)
     _kind: str = ""
-    _clear: int = 0
     #: What every split shows.
     _seen: list[LossContract] = field(default_factory=list)
     #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
@@ -60,17 +59,16 @@ class Choice:
         if not (split.decides or self.found is None or not _may_be_the_split(self.found)):
             return False
         confirmed = self.found is not None and self.found.is_guess and latest.conclusive
-        # After a failure the splits of one kind are judged together, by `_of_one_kind`.
-        is_same_kind = self.failure is not None and bool(split.kind) and split.kind == self._kind
+        # After a failure the splits of one kind are judged together, by `_of_one_kind`; so are those of weights.
+        together = self.failure is not None or (latest.weighted and _may_be_the_split(latest))
+        is_same_kind = together and bool(split.kind) and split.kind == self._kind
         found = latest if is_same_kind else _better(self.found, latest, split, has_stock=self.has_stock)
         if found is latest or self.whole is None:
             self.whole, self._kind = whole, split.kind
         self.found = found
-        # If a split failed, one of another kind may look clear by chance.
-        is_clear = (confirmed or _is_clear(found, split)) and (split.decides or self.failure is None)
-        # Statistics of a batch may be those of one part by chance.
-        self._clear += is_clear
-        return self.sharded or (is_clear and (shows_tasks or not found.weighted or self._clear > 1))
+        # If a split failed, one of another kind may look clear by chance; weights may be statistics of the batch.
+        decides = split.decides or not (self.failure or found.weighted)
+        return self.sharded or (decides and (confirmed or _is_clear(found, split)))
 
     def needs_no(self, following: Split) -> bool:
         """Whether the next split, which cannot show coupled samples, would show nothing new."""

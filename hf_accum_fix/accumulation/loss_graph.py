@@ -434,7 +434,7 @@ def _has_weights(node: Any) -> bool:
     """Whether a node multiplies a tensor by another one without gradient."""
     if any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight")):
         return not _is_layer(node)
-    if not type(node).__name__.startswith(("MulBackward", "DivBackward", "WhereBackward")):
+    if not type(node).__name__.startswith(("MulBackward", "DivBackward")):
         return False
     try:
         found = _factor(node)

@@ -73,13 +73,11 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
         both = _joined(batch, others[0]) if others and (unseen or rows < _ENOUGH) else None
         if unseen and both is not None:
             yield Split(both, batch, others[0], tasks=True, kind="tasks")
-        for parts in _narrowed(batch, both):
-            yield Split(*parts, kind="narrowed", narrowed=True)
+        yield from _narrowed(batch if both is None or not _divides(both, sample_count(both)) else both, batch)
         for_all = by_rows if unseen else by_rows[:1]
         yield from _of_one_kind("rows", chain.from_iterable(map(_row_alone, for_all)))
     if rows == 1:
-        for parts in _of_several(batch, others):
-            yield Split(*parts, kind="micro-batches", decides=False)
+        yield from _of_several(batch, others)
     # The last one is most similar, so a sum over tasks has fewer terms there.
     for other in () if by_row else others[:: max(len(others) - 1, 1)]:
         if (both := _joined(batch, other)) is not None:
@@ -115,22 +113,37 @@ def _of_one_kind(kind: str, found: Iterable[Parts]) -> Iterator[Split]:
 
 
 def _row_alone(batch: Batch) -> Iterator[Parts]:
-    """The row with the fewest targets, and the others; then the row that is least like it."""
+    """The row with the fewest targets, and the others; then each further one of `_telling`."""
     rows = sample_count(batch)
     least = _least_row(batch, rows)
-    by_row = [least, *(row for row in range(rows) if row != least)]
     # Of two rows the other leaves the same parts.
-    for alone in dict.fromkeys((least, _least_alike(batch, by_row) if rows > 2 else least)):
+    for alone in _telling(batch, [least, *(row for row in range(rows) if row != least)])[: rows - 1]:
         yield from _divided([batch], [int(row != alone) for row in range(rows)])
 
 
-def _narrowed(batch: Batch, joined: Batch | None) -> Iterator[Parts]:
-    """A short row with targets, and all others, as their collator would have padded them; and two more such rows.
+def _telling(batch: Batch, rows: Sequence[int]) -> list[int]:
+    """The first of some rows, and those that have the other extremes of the inputs that are one number for each row.
 
-    The second is next in length, if one lacks a term; the third differs most, since numbers of a batch (its greatest
-    weight) may by chance be those of a row. ``joined``: with another micro-batch, as a pair may not show coupling.
+    Weights may be statistics of the batch. Those of a single row differ from the batch's, unless it has the greatest
+    value (of w / max w), or the least. At most four, and one where no numbers repeat.
     """
-    whole = batch if joined is None or not _divides(joined, sample_count(joined)) else joined
+    columns = [value.tolist() for value in batch.values() if isinstance(value, Tensor) and value.shape == (len(rows),)]
+    repeat = [(min(each), max(each), each) for each in columns if 1 < len(set(each)) < len(rows)]
+    left = {(at, extreme) for at, (least, most, _) in enumerate(repeat) for extreme in (least, most)}
+    held = {row: {(at, each[row]) for at, (*_, each) in enumerate(repeat)} for row in rows}
+    chosen = list[int]()
+    while len(chosen) < _ENOUGH and (left or not chosen):
+        best = rows[0] if not chosen else max(rows, key=lambda row: len(held[row] & left))
+        left -= held[best]
+        chosen.append(best)
+    return chosen
+
+
+def _narrowed(whole: Batch, batch: Batch) -> Iterator[Split]:
+    """A short row with targets, and all others, as their collator would have padded them; then others of `_telling`.
+
+    ``whole``: ``batch``, or several joined; a pair may not show that it is coupled.
+    """
     mask, every = whole.get("attention_mask"), range(sample_count(whole))
     lengths = [0] * len(every)
     if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) == len(every):
@@ -138,17 +151,12 @@ def _narrowed(batch: Batch, joined: Batch | None) -> Iterator[Parts]:
     rule = next(ways_of_counting(whole))
     counts = [float(rule.count(_rows(whole, [row]))) for row in every]
     rows = sorted(every, key=lambda row: (not counts[row], lengths[row], counts[row]))
-    for least in dict.fromkeys((*rows[:2], _least_alike(whole, rows))):
-        one, other = (_narrow(_rows(whole, its)) for its in ([least], [row for row in every if row != least]))
+    telling = _telling(whole, rows)
+    # The first may lack a term.
+    for place, alone in enumerate(dict.fromkeys((*telling, *rows[1:2]))):
+        one, other = (_narrow(_rows(whole, its)) for its in ([alone], [row for row in every if row != alone]))
         if whole is not batch or _widths(one) ^ _widths(other):
-            yield whole, one, other
-
-
-def _least_alike(batch: Batch, rows: Sequence[int]) -> int:
-    """The row that differs from the first of some in most of the inputs that are one number for each."""
-    first = rows[0]
-    columns = [value for value in batch.values() if isinstance(value, Tensor) and value.shape == (len(rows),)]
-    return max(rows, key=lambda row: sum(bool(value[row] != value[first]) for value in columns))
+            yield Split(whole, one, other, kind="narrowed", narrowed=True, decides=place + 1 >= len(telling))
 
 
 def _narrow(part: Batch) -> Batch:
@@ -172,16 +180,25 @@ def _narrow(part: Batch) -> Batch:
     return {key: cut(key, value) for key, value in part.items()}
 
 
-def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Parts]:
-    """Four micro-batches of one sample as one batch, the narrowest or the widest, and the rest."""
+def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Split]:
+    """Four micro-batches of one sample as one batch; the narrowest and the rest, others of `_telling`, the widest."""
     chosen = [batch, *others[:1], *others[1:][2 - _ENOUGH :]]
     chosen.sort(key=lambda each: sum(width for _, width in _widths(each)))
-    for one, *more in (chosen, chosen[::-1]) if len(chosen) > 2 else ():
-        rest: Batch | None = more[0]
-        for each in more[1:]:
-            rest = rest and _joined(rest, each)
-        if rest and (whole := _joined(one, rest)):
-            yield whole, one, rest
+    whole = _all_joined(chosen)
+    if whole is None or len(chosen) < 3:
+        return
+    telling = _telling(whole, range(len(chosen)))
+    for place, alone in enumerate(dict.fromkeys((*telling, len(chosen) - 1))):
+        if rest := _all_joined([each for row, each in enumerate(chosen) if row != alone]):
+            yield Split(whole, chosen[alone], rest, kind="micro-batches", decides=place + 1 >= len(telling))
+
+
+def _all_joined(batches: Sequence[Batch]) -> Batch | None:
+    """Micro-batches as one; None as for `_joined`."""
+    whole: Batch | None = batches[0]
+    for each in batches[1:]:
+        whole = whole and _joined(whole, each)
+    return whole
 
 
 def _divided(batches: Sequence[Batch], group_of: Sequence[int], height: int = 0) -> Iterator[Parts]:
@@ -202,16 +219,15 @@ def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
     return counts[0] > 0, sample_count(batch) > 1, len(set(counts)), counts[0]
 
 
-def _marks(batch: Batch) -> set[tuple[str, int]]:
-    """The values in columns of integers, which may name tasks; what is negative is no label."""
-    vectors = [(key, value) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 1]
-    columns = [(key, value) for key, value in vectors if not value.is_floating_point() and "label" not in key]
-    return {(key, each) for key, value in columns for each in value.tolist() if each >= 0}
+def _marks(batch: Batch) -> set[tuple[str, float]]:
+    """The values of inputs that are one number for each sample, which may name tasks; what is negative is no label."""
+    columns = [(key, value) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 1]
+    return {(key, each) for key, value in columns if "label" not in key for each in value.tolist() if each >= 0}
 
 
-def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
+def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, float]]:
     """The values that only other micro-batches have, of columns with few values."""
-    marks = set[tuple[str, int]]().union(*map(_marks, window))
+    marks = set[tuple[str, float]]().union(*map(_marks, window))
     few = {
         key for key, count in Counter(key for key, _ in marks).items() if 2 * count <= sum(map(sample_count, window))
     }

@@ -97,7 +97,7 @@ SPLITS: dict[str, tuple[Sequence[Batch], list[tuple[list[int], ...]]]] = {
         [tokens(3), tokens(1, width=3, first=1), tokens(1, first=2), tokens(1, first=3), tokens(1, first=4)],
         [
             ([1, 0, 3, 2], [1], [0, 3, 2]),
-            ([2, 3, 0, 1], [2], [3, 0, 1]),
+            ([1, 0, 3, 2], [2], [1, 0, 3]),
             ([0, 1], [0], [1]),
             ([0, 2], [0], [2]),
             ([0, 0], [0], [0]),
