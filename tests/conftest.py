@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.logged import Said
+
 HERE = Path(__file__).parent
 #: Folders, and what takes long in others: files, and tests by their ids.
 SLOW = (
@@ -51,9 +53,7 @@ SLOW = (
     "test_import.py::test_tests_take_one_thread_unless_told_otherwise",
     "test_on_ranks.py",
     "verify/test_cost.py",
-    "verify/test_misled.py",
     "verify/test_router_loss.py",
-    "verify/test_trust.py::test_a_stream_of_datasets_is_verified",
     "verify/test_two_ranks.py",
     "verify/test_verify.py::test_further_words",
     "verify/test_verify.py::test_the_streamed_reference_is_the_full_one",
@@ -94,6 +94,17 @@ def what_is_imported_is_no_garbage() -> None:
     """Every training collects garbage first; looking through torch and transformers was three quarters of its time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Said:
+    """What the package has logged in this test, warnings and above unless ``caplog`` is told otherwise."""
+
+    def messages(words: str = "") -> list[str]:
+        ours = [record.getMessage() for record in caplog.records if record.name == "hf_accum_fix"]
+        return [message for message in ours if words in message]
+
+    return messages
 
 
 def _trainer_attributes() -> dict[str, object] | None:

@@ -30,6 +30,7 @@ from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, Sea
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
+from tests.logged import Said
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy
 from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import (
@@ -155,15 +156,14 @@ class SaidSoBefore(ScaledAlready):
 
 @pytest.mark.parametrize("trainer_class", [SaysSo, SaidSoBefore], ids=lambda cls: cls.__name__)
 def test_a_loss_that_is_said_to_be_scaled_is_divided_no_further(
-    trainer_class: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trainer_class: type, tmp_path: Path, said: Said
 ) -> None:
     stock = take_step(DROPS, DROPS.samples, 2, 4, "stock", tmp_path, trainer_class=trainer_class)
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=trainer_class)
+    step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=trainer_class)
     assert all(torch.equal(step.change[key], stock.change[key]) for key in stock.change)
     assert step.loss == stock.loss
     assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
-    assert sum("stays as the trainer scales it" in record.message for record in caplog.records) == 1
+    assert len(said("stays as the trainer scales it")) == 1
 
 
 def test_the_subclass_stands_behind_a_trainer_of_ones_own(tmp_path: Path) -> None:
@@ -185,12 +185,11 @@ class BuildsAnother(StockRecorder):
         return (loss**2, outputs) if return_outputs else loss**2
 
 
-def test_a_subclass_that_changes_the_loss_is_not_called_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=BuildsAnother)
+def test_a_subclass_that_changes_the_loss_is_not_called_exact(tmp_path: Path, said: Said) -> None:
+    step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=BuildsAnother)
     assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "hf_accum_fix"]
-    assert "the loss contains PowBackward0, and what is below it cannot be read. It gets the plain mean" in said
+    (line,) = said()
+    assert "the loss contains PowBackward0, and what is below it cannot be read. It gets the plain mean" in line
 
 
 class NeedsTheNumber(TokenModel):
@@ -218,17 +217,16 @@ class ClassWeighted(TokenModel):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels, weight=weight)}
 
 
-def test_class_weights_are_counted_as_the_loss_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_class_weights_are_counted_as_the_loss_is_made(tmp_path: Path, said: Said) -> None:
     """The full batch divides by the sum of its targets' weights, which no rule reads off the inputs."""
     head = _with_model(DROPS, ClassWeighted)
     reference = reference_step(dataclasses.replace(head, loss=None), cut(DROPS.samples, 2))
     plain = take_step(head, DROPS.samples, 2, 4, "stock", tmp_path)
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        step = take_step(head, DROPS.samples, 2, 4, "trainer", tmp_path)
+    step = take_step(head, DROPS.samples, 2, 4, "trainer", tmp_path)
     assert plain.error(reference) > 1  # G times
     assert step.error(reference) <= 1e-12
     assert step.loss == pytest.approx(reference.loss, rel=1e-12)
-    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+    assert not said()
 
 
 # --- windows that tell nothing ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 
 from hf_accum_fix import observations
 from tests.clients.sentences import OBJECTIVES, sentences_step, weights
+from tests.logged import Said
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step
 
@@ -44,22 +45,16 @@ def reference(folder: Path) -> Reference:
     return functools.cache(lambda name: sentences_step(OBJECTIVES[name], "stock", *WHOLE, folder))
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage() for record in caplog.records if record.name == "hf_accum_fix" and record.levelname != "INFO"
-    ]
-
-
 @pytest.mark.parametrize("path", ["apply", "trainer"])
 @names
 def test_the_full_batch_is_left_bit_for_bit_and_not_warned_of(
-    name: str, path: str, folder: Path, reference: Reference, caplog: pytest.LogCaptureFixture
+    name: str, path: str, folder: Path, reference: Reference, said: Said
 ) -> None:
     """One micro-batch a step on one rank: there is nothing to accumulate, and nothing to warn of."""
     step, wanted = sentences_step(OBJECTIVES[name], path, *WHOLE, folder), reference(name)
     assert all(torch.equal(step.change[key], wanted.change[key]) for key in wanted.change)
     assert step.loss == wanted.loss
-    assert not warnings(caplog)
+    assert not said()
 
 
 @splits
@@ -97,12 +92,12 @@ def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, 
 @splits
 @names
 def test_the_warning_says_whether_the_cut_changes_the_loss(
-    name: str, split: tuple[int, int], folder: Path, reference: Reference, caplog: pytest.LogCaptureFixture
+    name: str, split: tuple[int, int], folder: Path, reference: Reference, said: Said
 ) -> None:
     """Of in-batch negatives it does, and at one sample a micro-batch nothing is left: loss and gradient are zero."""
     objective = OBJECTIVES[name]
     step = sentences_step(objective, "apply", *split, folder)
-    said = [message for message in warnings(caplog) if any(words in message.lower() for words in COUPLED)]
-    assert bool(said) != objective.item_mean, warnings(caplog)
+    named = [message for message in said() if any(words in message.lower() for words in COUPLED)]
+    assert bool(named) != objective.item_mean, said()
     if split == (1, 8) and not objective.item_mean and step.error(reference(name)) > TOLERANCE:
         assert step.loss == 0.0 and step.norm == 0.0

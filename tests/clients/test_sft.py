@@ -17,6 +17,7 @@ import torch
 
 from hf_accum_fix import observations
 from tests.clients.sft import SPLITS, WAYS, Way, indices, sft_reference, sft_step
+from tests.logged import Said
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step, cut, reference_step, reference_windows
 from tests.ranks import on_ranks, same_on_all_ranks
@@ -36,9 +37,7 @@ def assert_same(step: Step, reference: Step) -> None:
 
 @splits
 @pytest.mark.parametrize("name", WAYS)
-def test_every_cut_takes_the_full_batch_step(
-    name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_cut_takes_the_full_batch_step(name: str, split: tuple[int, int], tmp_path: Path, said: Said) -> None:
     way = WAYS[name]
     observations.clear()
     step = sft_step(way, "apply", *split, tmp_path)
@@ -47,7 +46,7 @@ def test_every_cut_takes_the_full_batch_step(
     (run,) = observations.recorded()
     # A head that declares that it takes no number is passed none, by stock neither.
     assert run["exact"] and run["reduction"] == ("mean" if way.stock_wrong else "number")
-    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+    assert not said()
     if split == EVERYDAY:
         stock = sft_step(way, "stock", *split, tmp_path)
         assert (stock.error(reference) > 0.4) == way.stock_wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from hf_accum_fix.accumulation.precision import Leaf, WindowGradient
+from tests.logged import Said
 from tests.numerics.parity import ClassRecorder, StockRecorder
 from tests.precision.gradients import (
     HEADS,
@@ -76,24 +76,22 @@ def test_so_is_the_trainer_and_stock_is_not(tmp_path: Path) -> None:
     "accumulate_in",
     ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("parameter", "compensated"))],
 )
-def test_the_trainer_clips_logs_and_steps_by_that_gradient(
-    accumulate_in: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_trainer_clips_logs_and_steps_by_that_gradient(accumulate_in: str, tmp_path: Path, said: Said) -> None:
     model, rows = llama().bfloat16(), samples(128)
     wanted = reference(model, rows)
     norm = float(torch.stack([each.norm() for each in wanted.values()]).norm())
     clipped = by_trainer(model, rows, 128, accumulate_in, tmp_path, max_grad_norm=norm / 2).seen[0]
     off = error({name: each * 2 for name, each in clipped.items()}, wanted)
-    said = [record.message for record in caplog.records if "16 bits" in record.message]
+    lines = said("16 bits")
     run = hf_accum_fix.report().to_dict()["runs"][-1]
     assert not left_on(model)
     if accumulate_in == "parameter":
         assert 0.008 < off < 0.03
-        assert len(said) == 1 and "accumulate_in='float32'" in said[0]
+        assert len(lines) == 1 and "accumulate_in='float32'" in lines[0]
         # The estimate is of the accumulation alone.
         assert run["lost_in_16_bits"] == pytest.approx(off, rel=0.4) and not run["exact"]
     else:
-        assert off < 0.008 and not said and run["exact"]
+        assert off < 0.008 and not lines and run["exact"]
 
 
 def test_float16_adds_as_well_and_underflows_as_it_did() -> None:
@@ -171,7 +169,6 @@ def test_a_loop_that_ends_in_mid_window_leaves_nothing() -> None:
     assert not left_on(model) and not windows._host.gradient._sums
 
 
-def test_in_32_bits_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        by_loop(llama(), ROWS[:16], 16, "parameter")
-    assert "16 bits" not in caplog.text
+def test_in_32_bits_nothing_is_said(said: Said) -> None:
+    by_loop(llama(), ROWS[:16], 16, "parameter")
+    assert not said("16 bits")
