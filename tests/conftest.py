@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_accum_fix import observations
 from tests.logged import Said
 
 HERE = Path(__file__).parent
@@ -29,7 +30,6 @@ SLOW = (
     "cli/test_end_to_end.py",
     "cli/test_run_hostile.py",
     "cli/test_verify.py",
-    "cli/test_verify_hostile.py",
     "clients/test_dealt.py",
     "clients/test_preference.py",
     "clients/test_sft.py",
@@ -87,6 +87,12 @@ def no_residue() -> Iterator[None]:
         assert after is not None
         changed = {name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)}
         assert not changed, f"the test left Trainer changed: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def no_runs() -> None:
+    """No test finds the runs of another in the report."""
+    observations.clear()
 
 
 @pytest.fixture(autouse=True)

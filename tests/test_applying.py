@@ -287,12 +287,10 @@ def test_one_line_lists_what_was_patched(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_report_is_a_table_and_data() -> None:
-    observations.clear()
     observations.record({"head": "ToyForCausalLM", "reduction": "mean"})
     before = hf_accum_fix.report()
     with hf_accum_fix.apply():
         during = hf_accum_fix.report()
-    observations.clear()
     assert (before.state, during.state) == ("not applied", "applied")
     assert before.to_dict()["seams"][0]["state"].startswith("original")
     data = json.loads(json.dumps(during.to_dict()))
@@ -306,13 +304,11 @@ def test_the_report_is_a_table_and_data() -> None:
 
 
 def test_recorded_runs_are_copies() -> None:
-    observations.clear()
     run = {"step": 1}
     observations.record(run)
     run["step"] = 2
     observations.recorded()[0]["step"] = 3
     assert observations.recorded() == ({"step": 1},)
-    observations.clear()
 
 
 @pytest.fixture

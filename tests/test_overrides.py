@@ -404,7 +404,6 @@ def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
 
 
 def test_the_run_is_reported_with_the_stock_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    observations.clear()
     with caplog.at_level("INFO", logger="hf_accum_fix"):
         take_step(CLASSES, CLASSES.samples, 1, 8, "apply", tmp_path)
     (run,) = hf_accum_fix.report().runs
@@ -422,7 +421,6 @@ def test_the_run_is_reported_with_the_stock_factor(tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize(("name", "factor"), [("llama", 1.0), ("declares-false", 1.0), ("gpt2-position-0", 79 / 87)])
 def test_the_stock_factor_of_other_heads(name: str, factor: float, tmp_path: Path) -> None:
-    observations.clear()
     head = HEADS[name]
     take_step(head, head.samples, 2, 4, "trainer", tmp_path)
     (run,) = observations.recorded()

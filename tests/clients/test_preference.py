@@ -60,7 +60,6 @@ def test_left_as_it_is_without_a_warning_and_not_called_exact(
     kind = PREFERENCES[name]
     stock = preference_step(kind, "stock", *split, tmp_path)
     assert stock.error(preference_step(kind, "stock", *WHOLE, tmp_path)) <= FLOAT32_LOSS
-    observations.clear()
     assert_left_alone(preference_step(kind, "apply", *split, tmp_path), stock)
     assert_left_alone(preference_step(kind, "trainer", *split, tmp_path), stock)
     assert len(observations.recorded()) == 2
@@ -129,7 +128,6 @@ def test_a_short_micro_batch_weighs_as_its_samples(name: str, path: str, tmp_pat
     kind = PREFERENCES[name]
     whole = preference_step(kind, "stock", *WHOLE, tmp_path)
     assert preference_step(kind, "stock", *WITH_SHORT_MICRO_BATCH, tmp_path).error(whole) > 0.1
-    observations.clear()
     ours = preference_step(kind, path, *WITH_SHORT_MICRO_BATCH, tmp_path)
     assert ours.error(whole) <= FLOAT32_LOSS
     assert ours.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -160,7 +158,6 @@ def test_a_mean_over_pairs_and_one_over_tokens(name: str, split: tuple[int, int]
     kind = TWO_MEANS[name]
     whole, stock = (preference_step(kind, "stock", *each, tmp_path) for each in (WHOLE, split))
     assert stock.error(whole) > 0.05
-    observations.clear()
     ours = preference_step(kind, "apply", *split, tmp_path)
     warned = said()
     assert ours.error(whole) <= FLOAT32_LOSS and not warned

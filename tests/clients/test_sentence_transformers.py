@@ -64,7 +64,6 @@ def test_no_cut_is_further_from_the_full_batch_than_in_stock(
 ) -> None:
     objective, wanted = OBJECTIVES[name], reference(name)
     stock = sentences_step(objective, "stock", *split, folder)
-    observations.clear()
     step = sentences_step(objective, "apply", *split, folder)
     (run,) = observations.recorded()
     if objective.item_mean:
@@ -81,7 +80,6 @@ def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, 
     """Three, three and two samples: stock is off by 0.08 where the loss is a mean over samples."""
     objective, wanted = OBJECTIVES[name], reference(name)
     stock = sentences_step(objective, "stock", *WITH_SHORT_MICRO_BATCH, folder)
-    observations.clear()
     step = sentences_step(objective, "apply", *WITH_SHORT_MICRO_BATCH, folder)
     (run,) = observations.recorded()
     assert step.error(wanted) <= stock.error(wanted) + TOLERANCE

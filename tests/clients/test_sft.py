@@ -39,7 +39,6 @@ def assert_same(step: Step, reference: Step) -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_every_cut_takes_the_full_batch_step(name: str, split: tuple[int, int], tmp_path: Path, said: Said) -> None:
     way = WAYS[name]
-    observations.clear()
     step = sft_step(way, "apply", *split, tmp_path)
     reference = sft_reference(way, step.trainer, split[0])
     assert_same(step, reference)

@@ -476,7 +476,6 @@ def test_what_stock_would_have_trained_is_said_as_it_is(name: str) -> None:
     stock = run(case, (2, 4), "stock")
     names = sorted(wanted)
     found, full = (torch.cat([change[each].flatten() for each in names]) for change in (stock.change, wanted))
-    observations.clear()
     run(case, (2, 4), "apply")
     said = observations.recorded()[-1]["stock_gradient_factor"]
     assert said == pytest.approx(float(found @ full / (full @ full)), rel=0.34)

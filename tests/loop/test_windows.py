@@ -110,7 +110,6 @@ def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixtur
     batches = own_batches(head, head.samples, 2)
     windows = accumulation_windows(batches, steps=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hf_accum_fix.observations.clear()
     with caplog.at_level(logging.INFO, logger="hf_accum_fix"):
         for _ in range(3):
             list(by_windows(windows, model, optimizer, None))

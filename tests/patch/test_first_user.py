@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,6 @@ OURS = ("the number", "head", "window", " cut")
 newest = pytest.mark.skipif(
     hf_accum_fix.report().environment.transformers != "5.23.0", reason="the factors were measured on 5.23.0"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_runs() -> Iterator[None]:
-    observations.clear()
-    yield
-    observations.clear()
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, list[str]]:

@@ -59,3 +59,59 @@ def test_bad_input_is_answered_at_once(arguments: tuple[str, ...], told: str, tm
     done = start(*arguments, "--output", str(tmp_path / "out"))
     assert done.returncode == 2 and told in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+# --- the recipe on a tiny model: the same windows, less padding, a table that says so -------------------------------
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.slow
+def test_table_lines_and_picture(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "recipes" / "window_speed.py"), "--size", "tiny", "--rounds", "1"]
+    command += ["--windows", "1", "--batch", "4", "--steps", "4", "--modes", "stock,balanced", "--texts", "docstrings"]
+    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=270)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stock, balanced = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert balanced["padded_over_real"] < stock["padded_over_real"]
+    assert 0 < balanced["gradient"] < 1e-5
+    assert balanced["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert "| balanced |" in (tmp_path / "table.md").read_text() and (tmp_path / "window_speed.png").exists()
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    command = [sys.executable, str(ROOT / "recipes" / "window_speed.py"), "--modes", "stock,faster"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "got modes ['faster']" in done.stderr
+
+
+# --- the recipe by its stand-in: figures in a table of 80 columns, and a part that fails among those that do not ----
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import on_gpu
+
+    def fails(rows: on_gpu.Rows, options: object) -> None:
+        rows.add("before it fails", 1.0)
+        raise MemoryError("none left")
+
+    monkeypatch.setitem(on_gpu.PARTS, "fails", fails)
+    given = ["--quick", "--parts", "fails,accumulate_in", "--rounds", "1", "--output", str(tmp_path)]
+    assert on_gpu.main(given) == 1
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["what"] for row in rows[:2]] == ["before it fails", "FAILED"] and rows[1]["error"] == "none left"
+    assert {row["part"] for row in rows} == {"fails", "accumulate_in"} and len(rows) == 9
+    told = capsys.readouterr().out
+    assert "[2/2] accumulate_in" in told
+    assert all(len(line) <= 80 for line in (tmp_path / "table.txt").read_text().splitlines())
+    for bad in (["--parts", "none"], ["--quick", "--rounds", "0"], ["--quick", "--output", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            on_gpu.main(bad)
+        assert end.value.code == 2
+    for name in ("on_gpu", "overhead", "router_loss_cost", "window_speed"):
+        sys.modules.pop(name, None)
