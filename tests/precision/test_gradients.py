@@ -19,10 +19,12 @@ from hf_accum_fix.verification.report import Kind
 from tests.logged import Said
 from tests.numerics.parity import ClassRecorder, StockRecorder, training_arguments
 from tests.precision.gradients import (
+    CONTRACT,
     HEADS,
     Bigram,
     Gradient,
     Keep,
+    Sometimes,
     batch,
     by_loop,
     by_trainer,
@@ -32,7 +34,6 @@ from tests.precision.gradients import (
     reference,
     samples,
 )
-from tests.precision.sometimes import CONTRACT, Sometimes
 
 ROWS = samples(64)
 #: The noise of a 16-bit forward and backward differs by this much from cut to cut.

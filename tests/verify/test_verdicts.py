@@ -358,7 +358,7 @@ EXACT_ONES: dict[str, tuple[Make, list[int], dict[str, Any]]] = {
 def test_what_users_bring_is_verified(name: str, tmp_path: Path) -> None:
     make, splits, how = EXACT_ONES[name]
     report = verify(make(tmp_path), splits=splits, **how)
-    assert report.verdict_of("apply()").kind is EXACT and report.samples == (8,), report
+    assert report.verdict.kind is report.verdict_of("apply()").kind is EXACT and report.samples == (8,), report
 
 
 # --- what needs a test of its own -----------------------------------------------------------------------------------
