@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +27,7 @@ from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, Sea
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
+from tests.cli.processes import python
 from tests.logged import Said
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy
 from tests.numerics.heads.samples import without_targets
@@ -674,7 +672,4 @@ debug_launcher(trained, args=(sys.argv[1],), num_processes=2)
 @pytest.mark.slow
 def test_the_patch_reaches_a_notebook_launcher(tmp_path: Path) -> None:
     """A notebook's launcher forks; here from a fresh interpreter, since a fork must not follow a backward pass."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", LAUNCHED, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-c", LAUNCHED, tmp_path)

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "accelerate_loop.py"
-
-
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(RECIPE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+from tests.cli.processes import recipe
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["llama", "bert"])
 def test_the_official_recipes_are_off_and_windows_are_not(head: str, tmp_path: Path) -> None:
     tiny = ("--windows", "1", "--epochs", "1", "--total-batch", "16", "--splits", "4x4,1x16")
-    done = start("--head", head, *tiny, "--output", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    done = recipe("accelerate_loop", "--head", head, *tiny, "--output", tmp_path, code=0)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(row["mode"], row["per_device"]) for row in rows] == [
         (mode, per_device) for mode in ("accumulate", "count", "windows") for per_device in (4, 1)
@@ -56,7 +45,7 @@ def test_the_official_recipes_are_off_and_windows_are_not(head: str, tmp_path: P
     ],
 )
 def test_bad_input_is_answered_at_once(arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = start(*arguments, "--output", str(tmp_path / "out"))
+    done = recipe("accelerate_loop", *arguments, "--output", tmp_path / "out")
     assert done.returncode == 2 and told in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -67,10 +56,9 @@ def test_bad_input_is_answered_at_once(arguments: tuple[str, ...], told: str, tm
 @pytest.mark.timeout(280)
 @pytest.mark.slow
 def test_table_lines_and_picture(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "recipes" / "window_speed.py"), "--size", "tiny", "--rounds", "1"]
-    command += ["--windows", "1", "--batch", "4", "--steps", "4", "--modes", "stock,balanced", "--texts", "docstrings"]
-    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=270)
-    assert done.returncode == 0, done.stderr[-3000:]
+    tiny = ("--size", "tiny", "--rounds", "1", "--windows", "1", "--batch", "4", "--steps", "4")
+    given = ("--modes", "stock,balanced", "--texts", "docstrings", "--output", tmp_path)
+    recipe("window_speed", *tiny, *given, code=0)
     stock, balanced = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert balanced["padded_over_real"] < stock["padded_over_real"]
     assert 0 < balanced["gradient"] < 1e-5
@@ -79,8 +67,7 @@ def test_table_lines_and_picture(tmp_path: Path) -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    command = [sys.executable, str(ROOT / "recipes" / "window_speed.py"), "--modes", "stock,faster"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = recipe("window_speed", "--modes", "stock,faster")
     assert done.returncode == 2 and "got modes ['faster']" in done.stderr
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +15,9 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from tests.cli.processes import ROOT, python
 from tests.torchrun import launcher
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "llava_sweep.py"
 pytestmark = pytest.mark.usefixtures("one_process")
 TRANSFORMERS = Version(Version(version("transformers")).base_version)
@@ -29,9 +27,7 @@ TINY = ["--steps", "1", "--total-batch", "32", "--splits", "4x8,1x32"]
 
 
 def start(*arguments: str, launched: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launched, str(RECIPE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    return python(*launched, RECIPE, *arguments, code=None)
 
 
 def lines_of(folder: Path) -> list[str]:
