@@ -171,54 +171,29 @@ ONE_OVER_G = [
 
 
 class Cached(StockRecorder):
-    """Divides by G as it was when the trainer was made, on a head for which stock does not."""
+    """Keeps G as it was when the trainer was made, for a head for which stock does not divide."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.ga = self.args.gradient_accumulation_steps
-
-    def share(self, loss: Tensor) -> Tensor:
-        return loss / self.ga
+        self.ga, self.mine = self.args.gradient_accumulation_steps, copy.copy(self.args)
 
 
-class CachedFactor(Cached):
-    def share(self, loss: Tensor) -> Tensor:
-        return loss * (1 / self.ga)
+def share(trainer: Any, loss: Tensor) -> Tensor:
+    return loss / trainer.ga
 
 
-class CachedTensor(Cached):
-    def share(self, loss: Tensor) -> Tensor:
-        return loss / torch.tensor(float(self.ga))
+def kept(loss: Loss, of: Callable[[Any, Tensor], Tensor] = share) -> type:
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        return of(trainer, loss(Seen(outputs["logits"], inputs, bare(model)))), outputs
+
+    return computing(compute, Cached)
 
 
-class CachedArguments(Cached):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mine = copy.copy(self.args)
-
-    def share(self, loss: Tensor) -> Tensor:
-        return loss / self.mine.gradient_accumulation_steps
-
-
-def kept(loss: Loss, base: type = Cached) -> type:
-    class Kept(base):  # type: ignore[misc]
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
-        ) -> Any:
-            outputs = model(input_ids=inputs["input_ids"])
-            found = self.share(loss(Seen(outputs["logits"], inputs, bare(model))))
-            return (found, outputs) if return_outputs else found
-
-    return Kept
-
-
-class CachedSuper(Cached):
+def of_super(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """Asks super without the number."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        loss = self.share(loss)
-        return (loss, outputs) if return_outputs else loss
+    loss, outputs = base(model, inputs, return_outputs=True)
+    return share(trainer, loss), outputs
 
 
 class CachedFunc(Cached):
@@ -228,7 +203,7 @@ class CachedFunc(Cached):
         super().__init__(*args, **kwargs)
 
         def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-            return self.share(shifted_cross_entropy(outputs["logits"], labels))
+            return share(self, shifted_cross_entropy(outputs["logits"], labels))
 
         self.compute_loss_func = compute
 
@@ -250,10 +225,15 @@ CACHED = [
     cached("tokens", kept(tokens), tokens),
     cached("classes", kept(classes), classes, right=(PAIRS, SINGLES)),
     cached("both", kept(both), both),
-    cached("super", CachedSuper, tokens, ByNumber),
-    cached("factor", kept(tokens, CachedFactor), tokens),
-    cached("tensor", kept(tokens, CachedTensor), tokens),
-    cached("arguments", kept(classes, CachedArguments), classes, right=(PAIRS, SINGLES)),
+    cached("super", computing(of_super, Cached), tokens, ByNumber),
+    cached("factor", kept(tokens, lambda t, loss: loss * (1 / t.ga)), tokens),
+    cached("tensor", kept(tokens, lambda t, loss: loss / torch.tensor(float(t.ga))), tokens),
+    cached(
+        "arguments",
+        kept(classes, lambda t, loss: loss / t.mine.gradient_accumulation_steps),
+        classes,
+        right=(PAIRS, SINGLES),
+    ),
     cached("func", CachedFunc, tokens),
     cached("uneven", kept(tokens), tokens, cuts=(UNEVEN,)),
     attack("2-declared", EITHER, full(tokens), Mean, several(1), Declared),
