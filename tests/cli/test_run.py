@@ -112,6 +112,20 @@ def test_switched_off_the_command_runs_as_it_is() -> None:
         ("python", None),
         ("torchrun -I train.py", None),
         ("accelerate launch train.py -S", None),
+        # Only the Python that a command starts is looked at.
+        ("env echo python -I", None),
+        ("nice -n 10 cat python -S", None),
+        ("grep -r python -I", None),
+        ("torchrun train.py python -I", None),
+        ("accelerate launch train.py python -I", None),
+        ("nice -n 10 python -I train.py", "-I"),
+        ("timeout -s KILL 10 python3 -S train.py", "-S"),
+        ("env -u A B=1 nice python -E train.py", "-E"),
+        ("/usr/bin/env -S python -sE", "-sE"),
+        ("torchrun --nproc_per_node 2 --no-python python -I train.py", "-I"),
+        ("accelerate launch --no_python python -E train.py", "-E"),
+        ("torchrun --nproc_per_node 2 --no-python python train.py -I", None),
+        ("", None),
     ],
 )
 def test_the_flags_that_defeat_it_are_found(command: str, flag: str | None) -> None:

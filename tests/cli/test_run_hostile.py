@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, environment_for, inherited_options
-from hf_accum_fix.cli.run import defeating_flag
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from tests.cli.processes import ROOT, RUN, environment, start
@@ -26,28 +25,6 @@ def test_an_empty_command_is_wrong_usage(words: tuple[str, ...]) -> None:
 def test_a_word_that_looks_like_python_is_only_a_word() -> None:
     done = start([*RUN, "echo", "python", "-I"], environment())
     assert (done.returncode, done.stdout, done.stderr) == (0, "python -I\n", "")
-
-
-@pytest.mark.parametrize(
-    ("command", "flag"),
-    [
-        ("env echo python -I", None),
-        ("nice -n 10 cat python -S", None),
-        ("grep -r python -I", None),
-        ("torchrun train.py python -I", None),
-        ("accelerate launch train.py python -I", None),
-        ("nice -n 10 python -I train.py", "-I"),
-        ("timeout -s KILL 10 python3 -S train.py", "-S"),
-        ("env -u A B=1 nice python -E train.py", "-E"),
-        ("/usr/bin/env -S python -sE", "-sE"),
-        ("torchrun --nproc_per_node 2 --no-python python -I train.py", "-I"),
-        ("accelerate launch --no_python python -E train.py", "-E"),
-        ("torchrun --nproc_per_node 2 --no-python python train.py -I", None),
-        ("", None),
-    ],
-)
-def test_only_the_python_that_a_command_starts_is_looked_at(command: str, flag: str | None) -> None:
-    assert defeating_flag(command.split()) == flag
 
 
 def test_a_relative_path_reaches_a_child_that_changes_folder(tmp_path: Path) -> None:

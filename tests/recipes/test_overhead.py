@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import warnings
@@ -16,6 +15,7 @@ import torch
 
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.numerics.heads import before
+from tests.recipes import RECIPES, load
 from tests.torchrun import torchrun
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "overhead.py"
@@ -25,11 +25,7 @@ pytestmark = pytest.mark.skipif(before("5.23"), reason="what is added to the new
 
 @pytest.fixture(scope="module")
 def overhead() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("overhead", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["overhead"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("overhead", known_as="overhead")
 
 
 @pytest.mark.parametrize("head", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
@@ -92,28 +88,18 @@ def test_waits_for_a_gpu_are_those_that_torch_tells_of(overhead: ModuleType, mon
 
 # --- the recipes of the router's loss: what they write, and what a step of each convention costs in counts ----------
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"recipes_{name}", RECIPES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture
 def cost(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """As it is run: the folder of the recipes comes first on the path."""
     monkeypatch.syspath_prepend(RECIPES)
-    yield loaded("router_loss_cost")
+    yield load("router_loss_cost", known_as="recipes_router_loss_cost")
     sys.modules.pop("overhead", None)
 
 
 @pytest.mark.slow
 def test_four_conventions_are_trained_looked_at_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = loaded("router_loss")
+    recipe = load("router_loss", known_as="recipes_router_loss")
     output = tmp_path / "out"
     short = ["--steps", "2", "--every", "1", "--accumulate", "4", "--samples", "32"]
     assert recipe.main([*short, "--output", str(output)]) == 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,18 +14,13 @@ from transformers import Trainer
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
 from recipes import add_release
 from tests.numerics.heads import HEADS
+from tests.recipes import load
 from tests.releases.cells import CHOSEN, EPOCHS
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")
 def matrix() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release_matrix", RECIPES / "release_matrix.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["release_matrix"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("release_matrix", known_as="release_matrix")
 
 
 def cell(path: str, error: float | None, **changes: Any) -> dict[str, Any]:

@@ -15,19 +15,15 @@ from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
 from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.options import ROUTER_LOSSES
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
+from hf_accum_fix.router.load_balancing import FUNCTION, LENDER
 from hf_accum_fix.router.router_loss import Convention
 from tests.logged import Said
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import contract_of
 from tests.router.conventions import COEFFICIENT, FAMILIES, step
+from tests.router.test_router_loss import by_layer
 
 MIXTRAL = replace(FAMILIES["Mixtral"], samples=FAMILIES["Mixtral"].samples[:8])
-
-
-def by_layer(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> torch.Tensor:
-    found = [tally([gate], top_k, attention_mask) for gate in gate_logits]
-    return torch.stack([each.loss(each.counts / each.tokens, each.tokens) for each in found]).mean()
 
 
 def test_a_form_that_is_not_recognised_stays_on_mean(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
