@@ -63,8 +63,7 @@ def fewer(labels: Tensor) -> Tensor:
 
 
 def model_itself(model: Any, batch: Batch, step: int) -> Tensor:
-    loss: Tensor = model(**batch)["loss"]
-    return loss
+    return model(**batch)["loss"]
 
 
 def bare(model: Any) -> Any:

@@ -82,8 +82,7 @@ class Seen:
 
     @property
     def learnt(self) -> Tensor:
-        learnt: Tensor = self.model.s
-        return learnt
+        return self.model.s
 
     def by(self, logits: Tensor) -> Seen:
         return replace(self, logits=logits)

@@ -197,8 +197,7 @@ def with_an_option(pairs: str, seed: int = 0) -> list[Sample]:
 def of_all(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
     """The mean over the items of all samples, of whatever kind."""
     held = [{key: sample[key] for key in ("input_ids", "labels")} for sample in samples]
-    loss: Tensor = model(**collate(held))["loss"]
-    return loss
+    return model(**collate(held))["loss"]
 
 
 def by_share(model: nn.Module, samples: Sequence[Sample], second: float = 1.0) -> Tensor:

@@ -87,8 +87,7 @@ def made_release(folder: Path, version: str, first_parameter: str = "") -> Path:
 def ask(release: Path, *output: str) -> dict[str, Any]:
     done = python("-W", "ignore", "-c", QUESTIONS, *output, path=(release, ROOT), cwd=release)
     [answers] = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    loaded: dict[str, Any] = json.loads(answers.removeprefix("ANSWERS "))
-    return loaded
+    return json.loads(answers.removeprefix("ANSWERS "))
 
 
 @ON_THE_NEWEST
