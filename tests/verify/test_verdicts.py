@@ -17,6 +17,7 @@ from hf_accum_fix import OptionsError, verify
 from hf_accum_fix.testing import assert_invariant
 from hf_accum_fix.verification.report import Kind
 from tests.numerics.heads import before
+from tests.trainings import computing
 from tests.verify.trainers import Contrastive, Regression, points, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gloo.*")
@@ -215,18 +216,26 @@ class Scaled(Regression):
         return {**found, "loss": found["loss"] * self.factor}
 
 
-class TimesG(Trainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs) * self.args.gradient_accumulation_steps
+def times(factor: Callable[[Any], float]) -> type:
+    """Scales the base's loss by what is made of the trainer."""
+
+    class Times(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            found, by = super().compute_loss(*args, **kwargs), factor(self)
+            return (found[0] * by, found[1]) if isinstance(found, tuple) else found * by
+
+    return Times
 
 
-class OverflowsInAWindow(Trainer):
-    """Its sums over a window leave the range of float32, which the full batch does not."""
+def steps_of(trainer: Any) -> int:
+    return trainer.args.gradient_accumulation_steps
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().compute_loss(*args, **kwargs)
-        factor = 1.0 if self.args.gradient_accumulation_steps == 1 else 3e37
-        return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
+
+TimesG = times(steps_of)
+#: Its sums over a window leave the range of float32, which the full batch does not.
+OverflowsInAWindow = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else 3e37)
+#: Right in its first step.
+Later = times(lambda trainer: steps_of(trainer) if trainer.state.global_step > 0 and trainer.is_in_train else 1)
 
 
 class Counts(Trainer):
@@ -482,14 +491,8 @@ def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(referenc
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.3, 17 / 16, 2.0], ids=str)
 def test_the_least_factor_is_detected_in_half_precision(factor: float, tmp_path: Path) -> None:
-    class Scaled(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().compute_loss(*args, **kwargs)
-            if self.args.gradient_accumulation_steps == 1:
-                return found
-            return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
-
-    trainer = small(Half(), tmp_path, points(16), cls=Scaled, per_device=1, accumulate=16)
+    scaled = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else factor)
+    trainer = small(Half(), tmp_path, points(16), cls=scaled, per_device=1, accumulate=16)
     report = verify(trainer, splits=[1], with_apply=False)
     assert report.verdict.kind is not Kind.EXACT, report
 
@@ -511,15 +514,6 @@ def test_only_uniform_counts_are_noted(tmp_path: Path) -> None:
     assert report.verdict.kind is Kind.EXACT and any("weigh" in note for note in report.notes), report.notes
 
 
-class Later(Trainer):
-    """Right in its first step."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        late = self.state.global_step > 0 and self.is_in_train
-        return loss * self.args.gradient_accumulation_steps if late else loss
-
-
 @pytest.mark.slow
 def test_a_later_step_on_request(tmp_path: Path) -> None:
     trainer = small(Regression(), tmp_path, points(8), cls=Later)
@@ -530,35 +524,28 @@ def test_a_later_step_on_request(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
-class ReadsSteps(Trainer):
+def reads_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """Divides the regularisation by the micro-batches of the window, which only a loop notes."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(**inputs)
-        loss = outputs["loss"] / self.current_gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
+    outputs = model(**inputs)
+    return outputs["loss"] / trainer.current_gradient_accumulation_steps, outputs
 
 
-class NeedsNumber(Trainer):
-    """Cannot do without the number."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        logits = model(**inputs)["logits"]
-        summed = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
-        loss = summed / num_items_in_batch
-        return (loss, logits) if return_outputs else loss
+def needs_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    logits = model(**inputs)["logits"]
+    summed = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+    return summed / number, logits
 
 
 @pytest.mark.slow
 def test_a_loss_that_reads_the_length_of_the_window(tmp_path: Path) -> None:
-    report = verify(small(Regression(), tmp_path, points(8), cls=ReadsSteps), with_apply=False)
+    report = verify(small(Regression(), tmp_path, points(8), cls=computing(reads_steps, Trainer)), with_apply=False)
     assert report.verdict.kind in (Kind.EXACT, Kind.OFF) and report.results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_number", [True, False])
 def test_a_loss_that_cannot_do_without_the_number(by_number: bool, tmp_path: Path) -> None:
-    report = verify(small(Tagger(by_number=by_number), tmp_path, tokens(RAGGED), cls=NeedsNumber))
+    report = verify(small(Tagger(by_number=by_number), tmp_path, tokens(RAGGED), cls=computing(needs_number, Trainer)))
     # For a head that declares no number stock passes None, and so do we: neither trains it.
     wanted = Kind.EXACT if by_number else Kind.COULD_NOT_TELL
     assert [each.verdict.kind for each in report.of("apply()")] == [wanted] * 4, report

@@ -261,6 +261,7 @@ def test_a_wrong_trainer_fails_with_the_report(tmp_path: Path) -> None:
         assert {each.mode for each in assert_invariant(trainer_of("bert-classes", tmp_path)).results} == {"apply()"}
 
 
+@CURRENT
 def test_could_not_tell_fails_too(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="could not tell"):
         assert_invariant(trainer_of("bert-classes", tmp_path, samples=[]))
@@ -268,6 +269,7 @@ def test_could_not_tell_fails_too(tmp_path: Path) -> None:
         assert_invariant(small(Contrastive(), tmp_path, points(8)))
 
 
+@CURRENT
 def test_the_fixture_takes_a_patch_back(invariant: Any, tmp_path: Path) -> None:
     hf_accum_fix.apply()
     assert invariant(trainer_of("bert-classes", tmp_path), splits=[1]).active == "apply()"
