@@ -300,25 +300,16 @@ CASES = [
     Case("without-the-number-llama", LLAMA, owning(without_the_number), floor=FLOAT32),
     Case("without-the-number-mlm", MLM, owning(without_the_number)),
     Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
-    Case("masks-in-the-step-mlm", MLM, in_step(with_fewer_labels), loss=of_fewer_labels),
-    Case("masks-in-the-step", NUMBER, in_step(with_fewer_labels), loss=of_fewer_labels, right_uncut=False),
-    Case("masks-in-the-step-in-place-mlm", MLM, in_step(with_fewer_labels, "tensor"), loss=of_fewer_labels),
-    Case(
-        "masks-in-the-step-in-place",
-        NUMBER,
-        in_step(with_fewer_labels, "tensor"),
-        loss=of_fewer_labels,
-        right_uncut=False,
-    ),
-    Case("masks-as-fetched-mlm", MLM, as_fetched(with_fewer_labels), loss=of_fewer_labels),
-    Case("masks-as-fetched", NUMBER, as_fetched(with_fewer_labels), loss=of_fewer_labels, right_uncut=False),
-    Case("masks-as-fetched-in-place-mlm", MLM, as_fetched(with_fewer_labels, "key"), loss=of_fewer_labels),
-    Case(
-        "masks-as-fetched-in-place",
-        NUMBER,
-        as_fetched(with_fewer_labels, "key"),
-        loss=of_fewer_labels,
-        right_uncut=False,
+    *(
+        # Stock hands on the count from before the labels were masked.
+        Case(f"masks-{place}{suffix}", head, trainer, loss=of_fewer_labels, right_uncut=head is MLM)
+        for place, trainer in [
+            ("in-the-step", in_step(with_fewer_labels)),
+            ("in-the-step-in-place", in_step(with_fewer_labels, "tensor")),
+            ("as-fetched", as_fetched(with_fewer_labels)),
+            ("as-fetched-in-place", as_fetched(with_fewer_labels, "key")),
+        ]
+        for suffix, head in [("-mlm", MLM), ("", NUMBER)]
     ),
     Case("drops-in-the-step", HALF_OF_EACH, in_step(with_fewer_rows), loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("drops-as-fetched", HALF_OF_EACH, as_fetched(with_fewer_rows), loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
