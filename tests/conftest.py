@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_accum_fix import observations
+from tests.logged import Said
+
 HERE = Path(__file__).parent
 #: Folders, and what takes long in others: files, and tests by their ids.
 SLOW = (
@@ -25,13 +28,9 @@ SLOW = (
     "cli/test_commands.py::test_python_dash_m_is_the_same_program",
     "cli/test_doctor.py::test_a_class_of_transformers",
     "cli/test_end_to_end.py",
-    "cli/test_run_hostile.py",
     "cli/test_verify.py",
-    "cli/test_verify_hostile.py",
-    "clients/test_dealt.py",
     "clients/test_preference.py",
     "clients/test_sft.py",
-    "clients/test_sft_router_loss.py",
     "data/test_resume.py",
     "data/test_two_ranks.py",
     "faults",
@@ -46,14 +45,10 @@ SLOW = (
     "monitor/test_watch.py::test_two_runs_of_the_same_curve_differ_by_no_more_than_noise",
     "numerics/test_zoo.py::test_no_class_is_looked_up_at_import",
     "recipes/test_setup.py",
-    "recipes/test_sweep_output.py",
     "test_applying.py::test_a_fork_while_a_thread_applies_hangs_in_no_child",
     "test_import.py::test_tests_take_one_thread_unless_told_otherwise",
     "test_on_ranks.py",
     "verify/test_cost.py",
-    "verify/test_misled.py",
-    "verify/test_router_loss.py",
-    "verify/test_trust.py::test_a_stream_of_datasets_is_verified",
     "verify/test_two_ranks.py",
     "verify/test_verify.py::test_further_words",
     "verify/test_verify.py::test_the_streamed_reference_is_the_full_one",
@@ -90,10 +85,27 @@ def no_residue() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_runs() -> None:
+    """No test finds the runs of another in the report."""
+    observations.clear()
+
+
+@pytest.fixture(autouse=True)
 def what_is_imported_is_no_garbage() -> None:
     """Every training collects garbage first; looking through torch and transformers was three quarters of its time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Said:
+    """What the package has logged in this test, warnings and above unless ``caplog`` is told otherwise."""
+
+    def messages(words: str = "") -> list[str]:
+        ours = [record.getMessage() for record in caplog.records if record.name == "hf_accum_fix"]
+        return [message for message in ours if words in message]
+
+    return messages
 
 
 def _trainer_attributes() -> dict[str, object] | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+#: The messages so far that hold these words: the fixture `said`.
+Said = Callable[..., list[str]]
 
 
 @contextlib.contextmanager

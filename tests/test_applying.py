@@ -6,8 +6,6 @@ import functools
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import hf_accum_fix
 from hf_accum_fix import ForeignPatchError, Options, OptionsError, observations, overrides
 from hf_accum_fix.upstream.plan import Action
 from hf_accum_fix.upstream.seams import seams_of
+from tests.cli.processes import python
 from tests.verify.trainers import Regression, points, small
 
 SEAMS = seams_of(None)
@@ -287,12 +286,10 @@ def test_one_line_lists_what_was_patched(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_report_is_a_table_and_data() -> None:
-    observations.clear()
     observations.record({"head": "ToyForCausalLM", "reduction": "mean"})
     before = hf_accum_fix.report()
     with hf_accum_fix.apply():
         during = hf_accum_fix.report()
-    observations.clear()
     assert (before.state, during.state) == ("not applied", "applied")
     assert before.to_dict()["seams"][0]["state"].startswith("original")
     data = json.loads(json.dumps(during.to_dict()))
@@ -306,13 +303,11 @@ def test_the_report_is_a_table_and_data() -> None:
 
 
 def test_recorded_runs_are_copies() -> None:
-    observations.clear()
     run = {"step": 1}
     observations.record(run)
     run["step"] = 2
     observations.recorded()[0]["step"] = 3
     assert observations.recorded() == ({"step": 1},)
-    observations.clear()
 
 
 @pytest.fixture
@@ -341,9 +336,7 @@ hf_accum_fix.report()  # imports what apply() will use, so that apply() itself i
 
 def fresh(script: str) -> str:
     """The last line that a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    return python("-c", script).stdout.strip().splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -546,5 +539,4 @@ os._exit(0)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_fork_while_a_thread_applies_hangs_in_no_child() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=240, check=False)
-    assert done.stdout == "{0}\n", done
+    assert python("-c", FORKS).stdout == "{0}\n"

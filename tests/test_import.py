@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import ModuleType
 
@@ -10,16 +9,14 @@ import pytest
 
 import hf_accum_fix
 from hf_accum_fix import monitor
-from tests.cli.processes import ROOT, environment, start
+from tests.cli.processes import ROOT, environment, python, start
 
 LIMIT = 0.1  # seconds of this process alone: 0.045 on an idle machine, 0.07 beside another worker; torch takes over 1
 
 
 def fresh(script: str) -> str:
     """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return python("-c", script).stdout.strip()
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:

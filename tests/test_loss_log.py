@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_accum_fix import GlobalBatchTrainer
 from hf_accum_fix.overrides.loss_log import FILTERED
+from tests.logged import Said
 from tests.numerics.parity import applied, training_arguments
 
 #: Loss of each sample; a micro-batch is one of them, a window two, a log entry two windows.
@@ -62,14 +63,11 @@ def logged(trainer: Any, name: str) -> list[float | None]:
 
 
 @pytest.mark.parametrize("path", ["apply", "trainer"])
-def test_a_loss_that_is_not_finite_is_logged_and_upstreams_beside_it(
-    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_that_is_not_finite_is_logged_and_upstreams_beside_it(path: str, tmp_path: Path, said: Said) -> None:
     stock, result, _ = train("stock", tmp_path)
     hidden = logged(stock, "loss")
     assert all(loss is not None and math.isfinite(loss) for loss in hidden) and math.isfinite(result.training_loss)
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        ours, result, seen = train(path, tmp_path, save_strategy="steps", save_steps=2)
+    ours, result, seen = train(path, tmp_path, save_strategy="steps", save_steps=2)
     found = logged(ours, "loss")
     assert math.isnan(found[0]) and found[1] == pytest.approx(6.5) and found[2] == math.inf
     # Of a head whose mean stock divides by G, upstream's filter has the same to say of the same losses.
@@ -80,7 +78,7 @@ def test_a_loss_that_is_not_finite_is_logged_and_upstreams_beside_it(
     ]
     assert not math.isfinite(result.training_loss) and math.isnan(result.metrics["train_loss"])
     assert result.metrics[FILTERED["train_loss"]] == pytest.approx(sum(hidden) / 3, rel=1e-4)
-    assert sum("is not finite" in record.message for record in caplog.records) == 1
+    assert len(said("is not finite")) == 1
     # Whoever notes the arguments notes what the user gave; a checkpoint does, too.
     assert seen == {"begin": True, "log": True} and ours.args.logging_nan_inf_filter is True
     kept = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
@@ -89,13 +87,12 @@ def test_a_loss_that_is_not_finite_is_logged_and_upstreams_beside_it(
     assert math.isnan(state["log_history"][0]["loss"])
 
 
-def test_finite_losses_are_logged_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        trainer, result, _ = train("apply", tmp_path, losses=tuple(map(float, range(12))))
+def test_finite_losses_are_logged_as_ever(tmp_path: Path, said: Said) -> None:
+    trainer, result, _ = train("apply", tmp_path, losses=tuple(map(float, range(12))))
     assert logged(trainer, "loss") == pytest.approx([1.5, 5.5, 9.5])
     assert logged(trainer, FILTERED["loss"]) == [None, None, None]
     assert result.training_loss == pytest.approx(5.5) and FILTERED["train_loss"] not in result.metrics
-    assert not any("finite" in record.message for record in caplog.records)
+    assert not said("finite")
 
 
 def test_without_the_filter_nothing_stands_beside_it(tmp_path: Path) -> None:

@@ -252,10 +252,10 @@ def _tell_step(model: Any, step: int) -> None:
         model.step = step
 
 
-def computing(loss: Callable[..., tuple[Tensor, Any]]) -> type:
+def computing(loss: Callable[..., tuple[Tensor, Any]], kind: type = StockRecorder) -> type:
     """A Trainer whose ``compute_loss`` is ``loss(trainer, base, model, inputs, number)``, with the outputs."""
 
-    class Computing(StockRecorder):
+    class Computing(kind):  # type: ignore[misc]
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
         ) -> Any:

@@ -313,8 +313,7 @@ def twice(loss: Tensor) -> Tensor:
 
 
 def checkpointed(x: Learnt, *, use_reentrant: bool) -> Tensor:
-    found: Tensor = checkpoint(lambda each: F.cross_entropy(each, TARGETS), x.logits, use_reentrant=use_reentrant)
-    return found
+    return checkpoint(lambda each: F.cross_entropy(each, TARGETS), x.logits, use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize(("loss", "terms"), TABLE.values(), ids=TABLE)

@@ -81,7 +81,7 @@ class Case:
     Attributes:
         loss: of a micro-batch; also handed the number.
         terms: of its contract.
-        whole: of all micro-batches, as one; None: the mean of the micro-batches' losses.
+        whole: of all micro-batches, as one, where that is not the same loss.
         reduction: of its contract.
         inside: stacked numbers are terms.
         hands: the number is ours; else the trainer's own.
@@ -96,6 +96,13 @@ class Case:
     inside: bool = False
     handed: float | None = None
     hands: bool = True
+
+    def of_whole(self, model: Model, batch: Batch | None = None) -> Tensor:
+        """What it is to come to; a plain mean is that of the micro-batches' losses."""
+        if self.reduction is Reduction.PLAIN:
+            return torch.stack([self.loss(model, each, torch.ones(())) for each in WINDOW]).mean()
+        batch = WHOLE if batch is None else batch
+        return self.loss(model, batch, torch.ones(())) if self.whole is None else self.whole(model, batch)
 
     @property
     def contract(self) -> LossContract:
@@ -117,20 +124,18 @@ BY_NUMBER = spec("NllLoss", "/", how=How.NUMBER, counts=(0,))
 BY_HAND = spec("Sum", "/", counts=(0,), rules=(MASKED,))
 
 CASES = [
-    Case("one mean", lambda m, b, n: m.ce(b), (CE,), lambda m, b: m.ce(b)),
+    Case("one mean", lambda m, b, n: m.ce(b), (CE,)),
     Case(
         "a number of one mean",
         lambda m, b, n: 0.5 * m.ce(b),
         (replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)),),
-        lambda m, b: 0.5 * m.ce(b),
     ),
     Case(
         "class weights, which no rule counts",
         lambda m, b, n: m.ce(b, weight=CLASSES),
         (replace(CE, rules=(), count=2.5),),
-        lambda m, b: m.ce(b, weight=CLASSES),
     ),
-    Case("by hand, without items in one", lambda m, b, n: m.masked(b), (BY_HAND,), lambda m, b: m.masked(b)),
+    Case("by hand, without items in one", lambda m, b, n: m.masked(b), (BY_HAND,)),
     Case(
         "by hand, clamped",
         lambda m, b, n: (m.each(b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
@@ -147,20 +152,9 @@ CASES = [
         "elements, of which a rule counts half",
         lambda m, b, n: m.logits(b)[:, :2].square().mean(),
         (spec("Mean", "/", counts=(0,), rules=(SAMPLES,), times=2.0),),
-        lambda m, b: m.logits(b)[:, :2].square().mean(),
     ),
-    Case(
-        "two means",
-        lambda m, b, n: m.ce(b) + 0.1 * m.squares(b),
-        (CE, SQUARES),
-        lambda m, b: m.ce(b) + 0.1 * m.squares(b),
-    ),
-    Case(
-        "two means, one by hand",
-        lambda m, b, n: m.masked(b) - m.squares(b),
-        (BY_HAND, SQUARES),
-        lambda m, b: m.masked(b) - m.squares(b),
-    ),
+    Case("two means", lambda m, b, n: m.ce(b) + 0.1 * m.squares(b), (CE, SQUARES)),
+    Case("two means, one by hand", lambda m, b, n: m.masked(b) - m.squares(b), (BY_HAND, SQUARES)),
     Case(
         "two means inside a stack",
         lambda m, b, n: torch.stack([m.ce(b), m.squares(b)]).mean(),
@@ -180,11 +174,7 @@ CASES = [
     Case(
         "smoothed",
         lambda m, b, n: F.cross_entropy(m.logits(b), b["labels"], label_smoothing=0.1),
-        (
-            replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)),
-            spec("Sum", "*/", counts=(1,), rules=(TARGETS,)),
-        ),
-        lambda m, b: F.cross_entropy(m.logits(b), b["labels"], label_smoothing=0.1),
+        (replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)), spec("Sum", "*/", counts=(1,), rules=(TARGETS,))),
     ),
     Case(
         "learnt factors",
@@ -194,33 +184,16 @@ CASES = [
             TermSpec(("AccumulateGrad", False), how=How.CONSTANT),
             TermSpec(("MseLossBackward0", True, (True, True), (True, False)), counts=(1,), rules=(SAMPLES,)),
         ),
-        lambda m, b: (-m.scale).exp() * m.ce(b) + m.scale + m.squares(b) / (2 * m.scale**2),
     ),
     Case(
         "a penalty on parameters",
         lambda m, b, n: m.ce(b) + 0.01 * m.weight.square().sum(),
         (CE, spec("Sum", "*", how=How.CONSTANT)),
-        lambda m, b: m.ce(b) + 0.01 * m.weight.square().sum(),
     ),
+    Case("a sum", lambda m, b, n: m.ce(b, "sum"), (spec("NllLoss", how=How.SUM),), reduction=Reduction.SUM),
+    Case("a sum beside a mean", lambda m, b, n: m.ce(b) + 0.1 * m.each(b).sum(), (CE, spec("Sum", "*", how=How.SUM))),
     Case(
-        "a sum",
-        lambda m, b, n: m.ce(b, "sum"),
-        (spec("NllLoss", how=How.SUM),),
-        lambda m, b: m.ce(b, "sum"),
-        Reduction.SUM,
-    ),
-    Case(
-        "a sum beside a mean",
-        lambda m, b, n: m.ce(b) + 0.1 * m.each(b).sum(),
-        (CE, spec("Sum", "*", how=How.SUM)),
-        lambda m, b: m.ce(b) + 0.1 * m.each(b).sum(),
-    ),
-    Case(
-        "the number handed in",
-        lambda m, b, n: m.ce(b, "sum") / n,
-        (BY_NUMBER,),
-        lambda m, b: m.ce(b),
-        Reduction.NUMBER,
+        "the number handed in", lambda m, b, n: m.ce(b, "sum") / n, (BY_NUMBER,), lambda m, b: m.ce(b), Reduction.NUMBER
     ),
     Case(
         "the number handed in, by hand",
@@ -229,13 +202,7 @@ CASES = [
         lambda m, b: m.masked(b),
         Reduction.NUMBER,
     ),
-    Case(
-        "its integer",
-        lambda m, b, n: m.ce(b, "sum") / int(n),
-        (BY_NUMBER,),
-        lambda m, b: m.ce(b),
-        Reduction.NUMBER,
-    ),
+    Case("its integer", lambda m, b, n: m.ce(b, "sum") / int(n), (BY_NUMBER,), lambda m, b: m.ce(b), Reduction.NUMBER),
     Case(
         "the number beside a mean of its own",
         lambda m, b, n: m.ce(b, "sum") / n + 0.1 * m.squares(b),
@@ -265,13 +232,7 @@ CASES = [
         (replace(SQUARES, shape=spec("MseLoss", "/").shape, counts=(0,)), spec("Sqrt?", "*", how=How.ROUTER)),
         lambda m, b: m.squares(b) + 0.02 * torch.stack([m.each(each).sum().sqrt() for each in WINDOW]).mean(),
     ),
-    Case(
-        "a root",
-        lambda m, b, n: m.squares(b).sqrt(),
-        (spec("Sqrt?", how=How.PLAIN),),
-        None,
-        Reduction.PLAIN,
-    ),
+    Case("a root", lambda m, b, n: m.squares(b).sqrt(), (spec("Sqrt?", how=How.PLAIN),), None, Reduction.PLAIN),
 ]
 
 
@@ -333,17 +294,16 @@ def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bo
 def test_a_window_has_the_gradient_and_the_loss_of_the_whole(case: Case, ranks: int, by_engine: bool) -> None:
     model, value = trained(case, ranks, by_engine=by_engine)
     whole = Model()
-    if case.whole is None:
-        loss = torch.stack([case.loss(whole, batch, torch.ones(())) for batch in WINDOW]).mean()
-    else:
-        loss = case.whole(whole, WHOLE)
+    loss = case.of_whole(whole)
     loss.backward()
     for here, there in zip(gradients(model), gradients(whole), strict=True):
         assert torch.allclose(here, there, rtol=1e-12, atol=1e-13)
     assert value == pytest.approx(float(loss.detach()), rel=1e-12)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.whole is not None], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.reduction is not Reduction.PLAIN], ids=lambda case: case.name
+)
 def test_plain_averaging_would_be_wrong(case: Case) -> None:
     """Or the table would show nothing."""
     plain, whole = Model(), Model()
@@ -351,8 +311,7 @@ def test_plain_averaging_would_be_wrong(case: Case) -> None:
         loss = case.loss(plain, batch, torch.tensor(14.0 / 4)) / len(WINDOW)
         if torch.isfinite(loss):
             loss.backward()
-    assert case.whole is not None
-    case.whole(whole, WHOLE).backward()
+    case.of_whole(whole).backward()
     off = [
         torch.dist(*each) / each[1].norm().clamp(min=1e-3) for each in zip(*map(gradients, (plain, whole)), strict=True)
     ]
@@ -370,8 +329,7 @@ def test_one_micro_batch_is_not_divided_for_a_longer_window() -> None:
     normalizer = replace(Normalizer.of(case.contract, totals, 1, 1), number=torch.tensor(3.0, dtype=torch.float64))
     weighed = run_one(case, model, batch, normalizer, WindowCheck(case.contract))
     weighed.loss.backward()
-    assert case.whole is not None
-    loss = case.whole(whole, batch)
+    loss = case.of_whole(whole, batch)
     loss.backward()
     assert torch.allclose(weighed.loss, loss, rtol=1e-12) and torch.allclose(weighed.value, loss, rtol=1e-12)
     assert torch.allclose(model.weight.grad, whole.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
@@ -519,10 +477,9 @@ def test_a_term_that_is_missing_now_and_then_is_pooled_over_the_micro_batches_th
     def without_targets(m: Model, b: Batch, n: Tensor) -> Tensor:
         return case.loss(m, b, n) if bool((b["labels"] != -100).any()) else 0.1 * m.squares(b)
 
-    assert case.whole is not None
     model, value = trained(replace(case, loss=without_targets), 1)
     whole = Model()
-    loss = case.whole(whole, WHOLE)
+    loss = case.of_whole(whole)
     loss.backward()
     assert torch.allclose(model.weight.grad, whole.weight.grad, rtol=1e-12, atol=1e-13)  # type: ignore[arg-type]
     assert value == pytest.approx(float(loss.detach()), rel=1e-12)

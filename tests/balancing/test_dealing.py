@@ -22,6 +22,7 @@ from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
+from tests.logged import Said
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS
 
@@ -205,12 +206,12 @@ def test_a_length_that_cannot_be_told_is_asked_for() -> None:
         Dealer(BalanceOptions(lengths="tokens"), **QUIET).around(prepared(texts(8)), 2)
 
 
-def test_a_window_over_the_limit_of_tokens_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_over_the_limit_of_tokens_is_said_once(said: Said) -> None:
     rows = [{"input_ids": [1] * 20} for _ in range(16)]
     loader = Dealer(BalanceOptions(max_tokens_per_micro_batch=30), **QUIET).around(prepared(rows), 2)
     assert [len(batch) for batch in loader] == [2] * 8
-    [said] = [record.message for record in caplog.records if "max_tokens_per_micro_batch=30" in record.message]
-    assert "40 padded tokens" in said
+    [line] = said("max_tokens_per_micro_batch=30")
+    assert "40 padded tokens" in line
 
 
 def test_rows_of_a_micro_batch_are_limited() -> None:

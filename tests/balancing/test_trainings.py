@@ -16,6 +16,7 @@ from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.balancing.trainings import BALANCE, KINDS, dealt, length_of, train
+from tests.logged import Said
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import (
     ClassRecorder,
@@ -75,22 +76,21 @@ def test_a_loss_that_hangs_on_its_micro_batch_is_refused_by_name(name: str, tmp_
         take_step(head, [*head.samples, *head.samples], 2, 4, "stock", tmp_path)
 
 
-def test_a_router_loss_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_router_loss_is_warned_of(tmp_path: Path, said: Said) -> None:
     head = HEADS["mixtral"]
     for balance in (False, True):
         with hf_accum_fix.apply(balance_windows=balance):
             take_step(head, head.samples, 2, 4, "stock", tmp_path)
-        said = [record.message for record in caplog.records if "depends on the split" in record.message]
-        assert len(said) == balance
+        assert len(said("depends on the split")) == balance
 
 
-def test_the_exact_router_loss_is_dealt_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_exact_router_loss_is_dealt_as_well(tmp_path: Path, said: Said) -> None:
     head = HEADS["mixtral"]
     reference = reference_step(replace(head, router=0.0), [head.samples])
     with hf_accum_fix.apply(balance_windows=True, router_loss="exact"):
         step = take_step(head, head.samples, 2, 4, "stock", tmp_path)
     assert step.error(reference) <= head.tolerance
-    assert not [record.message for record in caplog.records if "depends on the split" in record.message]
+    assert not said("depends on the split")
 
 
 def test_off_by_default_and_what_is_given_is_checked() -> None:
@@ -152,9 +152,9 @@ def test_a_stream_resumed_in_its_first_pass(tmp_path: Path, monkeypatch: pytest.
     assert all(torch.equal(found.change[name], uncut.change[name]) for name in uncut.change)
 
 
-def test_a_dispatched_stream_is_said_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dispatched_stream_is_said_or_refused(tmp_path: Path, said: Said) -> None:
     train(tmp_path, balance=True, stream=True)
-    assert sum("dispatch_batches" in record.message for record in caplog.records) == 1
+    assert len(said("dispatch_batches")) == 1
     with pytest.raises(UnsupportedSetupError, match="dispatches"):
         train(tmp_path, balance=True, stream=True, accelerator_config={"dispatch_batches": True})
 
@@ -167,7 +167,7 @@ needs_batch_rebalance = pytest.mark.skipif(
 
 @needs_batch_rebalance
 @pytest.mark.parametrize("head", [pytest.param("llama", marks=pytest.mark.slow), "bert-mlm"])
-def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, said: Said) -> None:
     """batch_rebalance: the micro-batches are its own, and gradient and log are fixed."""
     own = {"train_sampling_strategy": "batch_rebalance"}
     found = train(tmp_path, balance=True, head=head, **own)
@@ -176,7 +176,7 @@ def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, caplo
     assert found.shapes == alone.shapes == stock.shapes
     assert all(torch.equal(found.change[name], alone.change[name]) for name in alone.change)
     assert (stock.error(found.change) > 0.05) == (head == "bert-mlm")
-    assert sum("batch_rebalance' balances the windows" in record.message for record in caplog.records) == 1
+    assert len(said("batch_rebalance' balances the windows")) == 1
 
 
 def test_lengths_are_kept_from_one_training_to_the_next(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ RUN = (sys.executable, "-m", "hf_accum_fix", "run")
 def environment(*pythonpath: Path | str, **variables: str) -> dict[str, str]:
     """This process's environment, without what other runs left, and with exactly this PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith((VARIABLE, "HF_ACCUM_FIX"))}
-    for name in ("PYTHONPATH", "RANK", "LOCAL_RANK"):
+    for name in ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         kept.pop(name, None)
     scripts = str(Path(sys.executable).parent)
     kept |= {"PATH": os.pathsep.join([scripts, kept.get("PATH", "")])}
@@ -29,6 +29,20 @@ def environment(*pythonpath: Path | str, **variables: str) -> dict[str, str]:
 def with_bytecode_in(folder: Path) -> dict[str, str]:
     """Variables that let the second process find what the first has compiled, as it is where pip has installed."""
     return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def python(
+    *words: str | Path, path: Sequence[Path | str] = (ROOT,), cwd: Path = ROOT, code: int | None = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """What a fresh Python of these arguments has come to; it has to end with this code, unless that is None."""
+    done = start([sys.executable, *words], environment(*path, **variables), cwd, 280)
+    assert code is None or done.returncode == code, f"{done.stdout[-3000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def recipe(name: str, *words: str | Path, code: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The same of a recipe."""
+    return python(ROOT / "recipes" / f"{name}.py", *words, code=code)
 
 
 def start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import pytest
 
 import hf_accum_fix
 from hf_accum_fix import cli
+from hf_accum_fix.cli import main
+from hf_accum_fix.cli.explain import explanation
 from hf_accum_fix.errors import OptionsError, SeamError
+from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Factor
 from tests.cli.processes import environment, start, with_bytecode_in
 
 #: Seconds of processor time, of a machine that may be busy; on a quiet one they start in less than 0.1.
-LIMIT = 0.3
+QUICK = 0.3
 HEAVY = {"torch", "transformers", "accelerate", "wrapt"}
 
 
@@ -44,7 +48,7 @@ print(process_time(), *sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)
     done = [start([sys.executable, "-c", script], env) for _ in range(2 if words == ["doctor"] else 6)]
     assert all(each.stdout for each in done), done[0].stderr
     assert {word for each in done for word in each.stderr.split()[1:]} == set()
-    assert min(float(each.stderr.split()[0]) for each in done) < LIMIT
+    assert min(float(each.stderr.split()[0]) for each in done) < QUICK
 
 
 def test_only_the_module_asked_for_is_imported() -> None:
@@ -91,3 +95,46 @@ def test_python_dash_m_is_the_same_program() -> None:
     done = start([sys.executable, "-m", "hf_accum_fix", "doctor", "--json"], environment())
     assert done.returncode in (0, 1, 3)
     assert json.loads(done.stdout)["hf_accum_fix"] == hf_accum_fix.__version__
+
+
+# --- explain prints what a row holds --------------------------------------------------------------------------------
+
+EXAMPLE = replace(
+    DEFECTS[0],
+    factors=(Factor.G,),
+    who="runs on several ranks",
+    wrong="sum(S) / n",
+    right="sum(S) / N",
+    evidence="read",
+)
+
+
+def test_the_list_has_every_name_and_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [tuple(line.split(maxsplit=1)) for line in lines] == [
+        (each.name, each.summary) for each in (*DEFECTS, LIMIT)
+    ]
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_row_is_printed_whole(defect: Defect, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", defect.name]) == 0
+    printed = capsys.readouterr().out
+    for fact in (defect.name, defect.summary, defect.range, defect.gradient, defect.who, defect.wrong, defect.right):
+        assert fact in printed
+    assert all(link in printed for link in defect.source)
+
+
+def test_the_equations_stand_one_above_the_other() -> None:
+    printed = explanation(EXAMPLE).splitlines()
+    assert "wrong       sum(S) / n" in printed
+    assert "right       sum(S) / N" in printed
+    assert "whose runs  runs on several ranks" in printed
+    assert "gradient    G times the right one" in printed
+    assert "evidence    read in the source, not run" in printed
+
+
+def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "gradient-divided-thrice"]) == 2
+    assert "'gradient-divided-twice'" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, inherited_options
+from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, environment_for, inherited_options
 from hf_accum_fix.cli.run import defeating_flag
+from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.options import SWITCH, Options, enabled
 from tests.cli.processes import ROOT, RUN, environment, start
 
 SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
@@ -112,6 +115,20 @@ def test_switched_off_the_command_runs_as_it_is() -> None:
         ("python", None),
         ("torchrun -I train.py", None),
         ("accelerate launch train.py -S", None),
+        # Only the Python that a command starts is looked at.
+        ("env echo python -I", None),
+        ("nice -n 10 cat python -S", None),
+        ("grep -r python -I", None),
+        ("torchrun train.py python -I", None),
+        ("accelerate launch train.py python -I", None),
+        ("nice -n 10 python -I train.py", "-I"),
+        ("timeout -s KILL 10 python3 -S train.py", "-S"),
+        ("env -u A B=1 nice python -E train.py", "-E"),
+        ("/usr/bin/env -S python -sE", "-sE"),
+        ("torchrun --nproc_per_node 2 --no-python python -I train.py", "-I"),
+        ("accelerate launch --no_python python -E train.py", "-E"),
+        ("torchrun --nproc_per_node 2 --no-python python train.py -I", None),
+        ("", None),
     ],
 )
 def test_the_flags_that_defeat_it_are_found(command: str, flag: str | None) -> None:
@@ -134,3 +151,67 @@ def test_nor_a_script_whose_first_line_is_such_a_python(tmp_path: Path) -> None:
     assert f"hf-accum-fix run python {script}" in done.stderr
     advised = start([*RUN, sys.executable, script], environment())
     assert (advised.returncode, advised.stdout) == (0, "trained\n")
+
+
+# --- ``run`` against commands, paths and variables that broke it, and switches that are set to nothing --------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("",), ("--", ""), ("", "train.py")])
+def test_an_empty_command_is_wrong_usage(words: tuple[str, ...]) -> None:
+    done = start([*RUN, *words], environment())
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "hf-accum-fix run torchrun train.py" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_word_that_looks_like_python_is_only_a_word() -> None:
+    done = start([*RUN, "echo", "python", "-I"], environment())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "python -I\n", "")
+
+
+@pytest.mark.slow
+def test_a_relative_path_reaches_a_child_that_changes_folder(tmp_path: Path) -> None:
+    """The package is found by it alone: without it the child would say NOT on."""
+    shutil.copytree(ROOT / "hf_accum_fix", tmp_path / "source" / "hf_accum_fix")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    child = "import hf_accum_fix; print(hf_accum_fix.__file__)"
+    script = (
+        f"import os, subprocess, sys; os.chdir({str(elsewhere)!r}); subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    done = start([*RUN, sys.executable, "-c", script], environment("source"), tmp_path)
+    assert Path(done.stdout.strip()) == tmp_path / "source" / "hf_accum_fix" / "__init__.py", done.stderr
+
+
+@pytest.mark.slow
+def test_every_folder_handed_down_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.pathsep.join(("src", "/one", "", "../two"))
+    handed = environment_for(Options(), {"PYTHONPATH": before})["PYTHONPATH"].split(os.pathsep)
+    assert handed == [BOOTSTRAP, str(tmp_path / "src"), "/one", str(tmp_path), str(tmp_path.parent / "two")]
+    assert Path(BOOTSTRAP).is_absolute()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
+def test_a_variable_nested_beyond_reading_is_refused(text: str) -> None:
+    with pytest.raises(OptionsError, match=VARIABLE) as refused:
+        inherited_options({VARIABLE: text})
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.slow
+def test_run_inside_run_inside_run() -> None:
+    done = start([*RUN, *RUN, *RUN, sys.executable, "-c", "import sys; print(len(sys.meta_path))"], environment())
+    once = start([*RUN, sys.executable, "-c", "import sys; print(len(sys.meta_path))"], environment())
+    assert (done.returncode, done.stdout, done.stderr) == (0, once.stdout, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["", "  "])
+def test_a_switch_set_to_nothing_is_unset(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, value)
+    assert enabled()
+    done = start([*RUN, "echo", "on"], environment(HF_ACCUM_FIX=value))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")

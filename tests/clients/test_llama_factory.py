@@ -97,7 +97,6 @@ def test_a_loss_that_ignores_the_count_is_weighed_by_its_items(split: tuple[int,
     model = head.build()
     whole = head.batch(head.samples)
     wanted = step_along(model, shifted_cross_entropy(model(**whole)["logits"], whole["labels"]))
-    observations.clear()
     step = seq2seq_step(head, head.samples, *split, "apply", tmp_path, trainer_class=OwnLoss)
     assert step.error(wanted) <= 1e-12
     assert step.loss == pytest.approx(wanted.loss, rel=1e-12)

@@ -9,9 +9,11 @@ their items on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,11 +21,218 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 from hf_accum_fix import observations
-from tests.clients.ms_swift import KINDS, answered, swift_step, weights
-from tests.numerics.parity import Step
+from hf_accum_fix.trainer import GlobalBatchTrainer
+from tests.clients.words import prompts_and_answers, tokenizer
+from tests.numerics.heads import FLOAT32_LOSS, llama_config
+from tests.numerics.parity import Returned, Step, step_of, training_arguments
 from tests.ranks import on_ranks
+
+Rows = Sequence[Mapping[str, Any]]
+
+#: The trainers whose rows are pairs of answers: its templates have a mode for them.
+OF_PAIRS = ("dpo", "orpo", "rm")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One trainer of ms-swift.
+
+    Attributes:
+        trainer: its name in ``TrainerFactory``.
+        rows: messages, as its data sets hold them.
+        task: of the model and the template.
+        model: further arguments of ``get_model_processor``.
+        arguments: further training arguments.
+        environment: the variables that its losses read.
+        item_mean: its loss of a full batch is the mean over samples or tokens, so that every cut can have it; the
+            others couple the samples of a micro-batch, or add means over different items.
+        tolerance: of a step; a loss from ``logits.float()`` rounds to float32.
+    """
+
+    trainer: str
+    rows: Callable[[], Rows]
+    task: str = "causal_lm"
+    model: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    item_mean: bool = True
+    tolerance: float = 1e-9
+
+    @contextlib.contextmanager
+    def as_configured(self) -> Iterator[None]:
+        """With its environment variables set."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            yield
+
+
+def said(user: str, assistant: str | None = None) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": user}]
+    return messages if assistant is None else [*messages, {"role": "assistant", "content": assistant}]
+
+
+def answered(seed: int = 0) -> Rows:
+    return [{"messages": said(row["prompt"], row["good"])} for row in prompts_and_answers(seed)]
+
+
+def compared() -> Rows:
+    return [
+        {"messages": said(row["prompt"], row["good"]), "rejected_response": row["bad"]} for row in prompts_and_answers()
+    ]
+
+
+def classified() -> Rows:
+    return [{"messages": said(row["good"]), "label": index % 3} for index, row in enumerate(prompts_and_answers())]
+
+
+def scored() -> Rows:
+    return [
+        {"messages": said(row["good"]), "label": 0.3 * index - 1} for index, row in enumerate(prompts_and_answers())
+    ]
+
+
+def paired() -> Rows:
+    return [
+        {"messages": said(row["prompt"]), "positive_messages": [said(row["good"])], "label": 0.1 * index}
+        for index, row in enumerate(prompts_and_answers())
+    ]
+
+
+def contrasted() -> Rows:
+    return [
+        {
+            "messages": said(row["prompt"]),
+            "positive_messages": [said(row["good"])],
+            "negative_messages": [said(row["bad"]), said(row["bad"] + row["prompt"])],
+        }
+        for row in prompts_and_answers()
+    ]
+
+
+def ranked(negatives: Callable[[int], int]) -> Callable[[], Rows]:
+    def rows() -> Rows:
+        found = prompts_and_answers()
+        return [
+            {
+                "messages": said(row["prompt"]),
+                "positive_messages": [[{"role": "assistant", "content": row["good"]}]],
+                "negative_messages": [
+                    [{"role": "assistant", "content": found[index - 1 - other]["bad"]}]
+                    for other in range(negatives(index))
+                ],
+            }
+            for index, row in enumerate(found)
+        ]
+
+    return rows
+
+
+ONE_LOGIT = {"num_labels": 1, "problem_type": "regression"}
+KINDS = {
+    "seq_cls": Kind("seq_cls", classified, "seq_cls", {"num_labels": 3, "problem_type": "single_label_classification"}),
+    "seq_cls, regression": Kind("seq_cls", scored, "seq_cls", ONE_LOGIT),
+    "embedding": Kind("embedding", paired, "embedding", arguments={"loss_type": "cosine_similarity"}),
+    "infonce": Kind("embedding", contrasted, "embedding", arguments={"loss_type": "infonce"}, item_mean=False),
+    "infonce, each with its own negatives": Kind(
+        "embedding",
+        contrasted,
+        "embedding",
+        arguments={"loss_type": "infonce"},
+        environment={"INFONCE_USE_BATCH": "False"},
+    ),
+    "reranker": Kind("reranker", ranked(lambda _: 1), "reranker", ONE_LOGIT, {"loss_type": "pointwise_reranker"}),
+    "reranker, listwise": Kind(
+        "reranker", ranked(lambda _: 3), "reranker", ONE_LOGIT, {"loss_type": "listwise_reranker"}
+    ),
+    "DPO": Kind("dpo", compared, arguments={"loss_type": "sigmoid"}),
+    "ORPO": Kind("orpo", compared, item_mean=False),
+    "reward": Kind("rm", compared, "seq_cls", ONE_LOGIT),
+    "sft": Kind("causal_lm", answered, tolerance=FLOAT32_LOSS),
+    "sft, dft": Kind("causal_lm", answered, arguments={"enable_dft_loss": True}, tolerance=FLOAT32_LOSS),
+    "sft, its own cross entropy": Kind(
+        "causal_lm", answered, arguments={"loss_type": "cross_entropy"}, tolerance=FLOAT32_LOSS
+    ),
+}
+
+
+def weights(folder: Path) -> Path:
+    """A folder with one tiny model and its tokenizer, as its loader wants them; only rank 0 would write one."""
+    torch.manual_seed(0)
+    hf.LlamaForCausalLM(llama_config()).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _model(kind: Kind, folder: Path) -> tuple[Any, Any]:
+    from swift import get_model_processor
+
+    # The head of a task is not in the folder.
+    torch.manual_seed(0)
+    return get_model_processor(
+        str(folder), torch_dtype=torch.float64, model_type="llama", task_type=kind.task, **kind.model
+    )
+
+
+def _class(name: str) -> type:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def swift_step(kind: Kind, path: str, per_device: int, accumulate: int, folder: Path, **arguments: Any) -> Step:
+    """One step, or more, from the `weights` in a folder: stock, by the patch or by the subclass."""
+    from swift import get_template
+    from swift.dataset import LazyLLMDataset
+    from swift.trainers import TrainerFactory
+
+    given = {
+        "gradient_checkpointing": False,
+        "check_model": False,
+        "train_dataloader_shuffle": False,
+        "dataloader_num_workers": 0,
+        "weight_decay": 0.0,
+        "bf16": False,
+        **kind.arguments,
+        **arguments,
+    }
+    config = _class(TrainerFactory.TRAINING_ARGS_MAPPING[kind.trainer])
+    args = training_arguments(folder, per_device, accumulate, kind=config, **given)
+    stock = _class(TrainerFactory.TRAINER_MAPPING[kind.trainer])
+    # It asks for the name of its class.
+    bases = (Returned, stock, GlobalBatchTrainer) if path == "trainer" else (Returned, stock)
+    trainer_class = type(stock.__name__, bases, {})
+
+    def make() -> Any:
+        model, processor = _model(kind, folder)
+        template = get_template(processor, template_type="dummy")
+        template.set_mode("rlhf" if kind.trainer in OF_PAIRS else "train")
+        further = {}
+        if kind.trainer == "dpo":
+            further["ref_model"] = _model(kind, folder)[0]
+            with torch.no_grad():
+                for parameter in further["ref_model"].parameters():
+                    parameter.mul_(0.9)
+        return trainer_class(
+            model=model,
+            args=args,
+            template=template,
+            train_dataset=LazyLLMDataset(hf_dataset(kind.rows()), template.encode),
+            **further,
+        )
+
+    return step_of(make, path)
+
+
+def hf_dataset(rows: Rows) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([dict(row) for row in rows])
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 pytestmark = [pytest.mark.swift, pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -23,6 +23,7 @@ from hf_accum_fix import observations
 from tests.clients.preference import LLAMA, PREFERENCES, TWO_MEANS, preference_step
 from tests.clients.preference_on_two_ranks import ALIKE, BY_TOKENS, rows_of_all
 from tests.clients.preference_on_two_ranks import SPLITS as TWO_RANK_SPLITS
+from tests.logged import Said
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step
 from tests.ranks import on_ranks
@@ -54,24 +55,22 @@ def assert_left_alone(step: Step, stock: Step) -> None:
 @splits
 @pytest.mark.parametrize("name", [name for name, kind in PREFERENCES.items() if kind.sampled and not kind.stock_wrong])
 def test_left_as_it_is_without_a_warning_and_not_called_exact(
-    name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, split: tuple[int, int], tmp_path: Path, said: Said
 ) -> None:
     kind = PREFERENCES[name]
     stock = preference_step(kind, "stock", *split, tmp_path)
     assert stock.error(preference_step(kind, "stock", *WHOLE, tmp_path)) <= FLOAT32_LOSS
-    observations.clear()
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        assert_left_alone(preference_step(kind, "apply", *split, tmp_path), stock)
-        assert_left_alone(preference_step(kind, "trainer", *split, tmp_path), stock)
+    assert_left_alone(preference_step(kind, "apply", *split, tmp_path), stock)
+    assert_left_alone(preference_step(kind, "trainer", *split, tmp_path), stock)
     assert len(observations.recorded()) == 2
     for run in observations.recorded():
         assert run["reduction"] == "plain" and not run["exact"]
-    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+    assert not said()
 
 
 @splits
 def test_tokens_of_a_micro_batch_weigh_as_those_of_the_whole(
-    split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    split: tuple[int, int], tmp_path: Path, said: Said
 ) -> None:
     """GRPO's "bnpo", the mean over the tokens of a micro-batch: 0.06 to 0.14 off in stock."""
     kind = PREFERENCES["GRPO by tokens of a micro-batch"]
@@ -81,7 +80,7 @@ def test_tokens_of_a_micro_batch_weigh_as_those_of_the_whole(
         ours = preference_step(kind, path, *split, tmp_path)
         assert ours.error(whole) <= FLOAT32_LOSS
         assert ours.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+    assert not said()
 
 
 @pytest.mark.timeout(400)
@@ -102,7 +101,7 @@ def test_two_ranks_weigh_the_tokens_of_both() -> None:
 
 @splits
 def test_a_step_that_samples_its_answers_gets_the_mean_over_micro_batches(
-    split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    split: tuple[int, int], tmp_path: Path, said: Said
 ) -> None:
     """The same answers are sampled, so that stock's own step is G times ours."""
     kind = PREFERENCES["OnlineDPO"]
@@ -110,7 +109,7 @@ def test_a_step_that_samples_its_answers_gets_the_mean_over_micro_batches(
     assert stock.times(ours) == pytest.approx(split[1], rel=1e-6)
     scaled = replace(ours, change={name: change * split[1] for name, change in ours.change.items()})
     assert stock.error(scaled) <= FLOAT32_LOSS
-    warned = [record for record in caplog.records if record.name == "hf_accum_fix"]
+    warned = said()
     assert len(warned) == (split != WHOLE)
 
 
@@ -124,20 +123,16 @@ def test_full_micro_batches_take_stocks_step(name: str, split: tuple[int, int], 
 
 @pytest.mark.parametrize("path", ["apply", "trainer"])
 @pytest.mark.parametrize("name", MEANS)
-def test_a_short_micro_batch_weighs_as_its_samples(
-    name: str, path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_short_micro_batch_weighs_as_its_samples(name: str, path: str, tmp_path: Path, said: Said) -> None:
     """Three, three and two samples."""
     kind = PREFERENCES[name]
     whole = preference_step(kind, "stock", *WHOLE, tmp_path)
     assert preference_step(kind, "stock", *WITH_SHORT_MICRO_BATCH, tmp_path).error(whole) > 0.1
-    observations.clear()
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        ours = preference_step(kind, path, *WITH_SHORT_MICRO_BATCH, tmp_path)
+    ours = preference_step(kind, path, *WITH_SHORT_MICRO_BATCH, tmp_path)
     assert ours.error(whole) <= FLOAT32_LOSS
     assert ours.loss == pytest.approx(whole.loss, rel=1e-6)
     assert observations.recorded()[-1]["exact"]
-    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+    assert not said()
 
 
 def test_a_policy_that_is_still_its_reference_shows_what_it_averages_over(tmp_path: Path) -> None:
@@ -158,15 +153,11 @@ def test_a_short_last_window_is_left_as_it_is(name: str, tmp_path: Path) -> None
 
 @at((2, 4), (1, 8), WITH_SHORT_MICRO_BATCH)
 @pytest.mark.parametrize("name", TWO_MEANS)
-def test_a_mean_over_pairs_and_one_over_tokens(
-    name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mean_over_pairs_and_one_over_tokens(name: str, split: tuple[int, int], tmp_path: Path, said: Said) -> None:
     """Rows come in pairs, or in threes (TPO)."""
     kind = TWO_MEANS[name]
     whole, stock = (preference_step(kind, "stock", *each, tmp_path) for each in (WHOLE, split))
     assert stock.error(whole) > 0.05
-    observations.clear()
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        ours = preference_step(kind, "apply", *split, tmp_path)
-    warned = [record for record in caplog.records if record.name == "hf_accum_fix"]
+    ours = preference_step(kind, "apply", *split, tmp_path)
+    warned = said()
     assert ours.error(whole) <= FLOAT32_LOSS and not warned

@@ -8,16 +8,107 @@ each other's loss, it is another loss, and with one sample a micro-batch none at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_accum_fix import observations
-from tests.clients.sentences import OBJECTIVES, sentences_step, weights
-from tests.numerics.heads import FLOAT32_LOSS
-from tests.numerics.parity import Step
+from hf_accum_fix.trainer import GlobalBatchTrainer
+from tests.clients.words import prompts_and_answers, tokenizer
+from tests.logged import Said
+from tests.numerics.heads import FLOAT32_LOSS, bert
+from tests.numerics.parity import Returned, Step, step_of, training_arguments
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One loss of sentence-transformers.
+
+    Attributes:
+        loss: its class, by name.
+        rows: its data set.
+        item_mean: its loss of a full batch is the mean over samples; the others couple the samples of a micro-batch.
+        crossed: a model reads both sentences at once, and gives a score.
+    """
+
+    loss: str
+    rows: Callable[[], Rows]
+    item_mean: bool = True
+    crossed: bool = False
+
+
+def rated() -> Rows:
+    return [
+        {"first": row["good"], "second": row["bad"], "label": 0.1 * index}
+        for index, row in enumerate(prompts_and_answers())
+    ]
+
+
+def answered() -> Rows:
+    return [{"anchor": row["prompt"], "positive": row["good"]} for row in prompts_and_answers()]
+
+
+OBJECTIVES = {
+    "cosine similarity": Objective("CosineSimilarityLoss", rated),
+    "in-batch negatives": Objective("MultipleNegativesRankingLoss", answered, item_mean=False),
+    "order of similarities": Objective("CoSENTLoss", rated, item_mean=False),
+    "cross-encoder": Objective("BinaryCrossEntropyLoss", rated, crossed=True),
+}
+
+
+def weights(folder: Path) -> Path:
+    """A folder with a tiny encoder and its tokenizer."""
+    torch.manual_seed(0)
+    bert("BertModel")().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def sentences_step(
+    objective: Objective, path: str, per_device: int, accumulate: int, folder: Path, **arguments: Any
+) -> Step:
+    """One step, or more, from the `weights` in a folder: stock, by the patch or by the subclass."""
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers import cross_encoder
+    from sentence_transformers.sentence_transformer import losses
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    stock, config, place = (
+        (cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments, cross_encoder.losses)
+        if objective.crossed
+        else (st.SentenceTransformerTrainer, st.SentenceTransformerTrainingArguments, losses)
+    )
+    args = training_arguments(folder, per_device, accumulate, kind=config, **arguments)
+    bases = (Returned, stock, GlobalBatchTrainer) if path == "trainer" else (Returned, stock)
+
+    def make() -> Any:
+        # The head of a cross-encoder is not in the folder.
+        torch.manual_seed(0)
+        if objective.crossed:
+            model = st.CrossEncoder(str(folder), num_labels=1, device="cpu")
+        else:
+            encoder = Transformer(str(folder))
+            modules = [encoder, Pooling(encoder.get_embedding_dimension())]
+            model = st.SentenceTransformer(modules=modules, device="cpu")
+        model = model.double()
+        return type(stock.__name__, bases, {})(
+            model=model,
+            args=args,
+            train_dataset=Dataset.from_list([dict(row) for row in objective.rows()]),
+            loss=getattr(place, objective.loss)(model),
+        )
+
+    return step_of(make, path)
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 pytestmark = pytest.mark.slow
 
@@ -44,22 +135,16 @@ def reference(folder: Path) -> Reference:
     return functools.cache(lambda name: sentences_step(OBJECTIVES[name], "stock", *WHOLE, folder))
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage() for record in caplog.records if record.name == "hf_accum_fix" and record.levelname != "INFO"
-    ]
-
-
 @pytest.mark.parametrize("path", ["apply", "trainer"])
 @names
 def test_the_full_batch_is_left_bit_for_bit_and_not_warned_of(
-    name: str, path: str, folder: Path, reference: Reference, caplog: pytest.LogCaptureFixture
+    name: str, path: str, folder: Path, reference: Reference, said: Said
 ) -> None:
     """One micro-batch a step on one rank: there is nothing to accumulate, and nothing to warn of."""
     step, wanted = sentences_step(OBJECTIVES[name], path, *WHOLE, folder), reference(name)
     assert all(torch.equal(step.change[key], wanted.change[key]) for key in wanted.change)
     assert step.loss == wanted.loss
-    assert not warnings(caplog)
+    assert not said()
 
 
 @splits
@@ -69,7 +154,6 @@ def test_no_cut_is_further_from_the_full_batch_than_in_stock(
 ) -> None:
     objective, wanted = OBJECTIVES[name], reference(name)
     stock = sentences_step(objective, "stock", *split, folder)
-    observations.clear()
     step = sentences_step(objective, "apply", *split, folder)
     (run,) = observations.recorded()
     if objective.item_mean:
@@ -86,7 +170,6 @@ def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, 
     """Three, three and two samples: stock is off by 0.08 where the loss is a mean over samples."""
     objective, wanted = OBJECTIVES[name], reference(name)
     stock = sentences_step(objective, "stock", *WITH_SHORT_MICRO_BATCH, folder)
-    observations.clear()
     step = sentences_step(objective, "apply", *WITH_SHORT_MICRO_BATCH, folder)
     (run,) = observations.recorded()
     assert step.error(wanted) <= stock.error(wanted) + TOLERANCE
@@ -97,12 +180,12 @@ def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, 
 @splits
 @names
 def test_the_warning_says_whether_the_cut_changes_the_loss(
-    name: str, split: tuple[int, int], folder: Path, reference: Reference, caplog: pytest.LogCaptureFixture
+    name: str, split: tuple[int, int], folder: Path, reference: Reference, said: Said
 ) -> None:
     """Of in-batch negatives it does, and at one sample a micro-batch nothing is left: loss and gradient are zero."""
     objective = OBJECTIVES[name]
     step = sentences_step(objective, "apply", *split, folder)
-    said = [message for message in warnings(caplog) if any(words in message.lower() for words in COUPLED)]
-    assert bool(said) != objective.item_mean, warnings(caplog)
+    named = [message for message in said() if any(words in message.lower() for words in COUPLED)]
+    assert bool(named) != objective.item_mean, said()
     if split == (1, 8) and not objective.item_mean and step.error(reference(name)) > TOLERANCE:
         assert step.loss == 0.0 and step.norm == 0.0

@@ -21,16 +21,12 @@ from hf_accum_fix import observations, verify
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import trainer_of, training_arguments
-from tests.trainers.runs import Case, Ordered, Run, full_batch, full_batch_loss, run
+from tests.trainers.custom import CLASSES, DROPS, MLM, NUMBER, WITHOUT_NUMBER, OwnStep
+from tests.trainers.runs import Case, Ordered, Run, full_batch, full_batch_loss, full_of_logits, of_logits, run
 
-CLASSES, MLM, DROPS, ANSWERS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "drops-kwargs", "bert-answers"))
-#: Divides by the number it is handed, and is right in the stock Trainer.
-NUMBER = replace(HEADS["uses-tensor"], name="number", samples=text())
 EVERYDAY = (2, 4)
 #: What stock is off by is asserted for the newest release: older ones divide by the steps where that one does not.
 OTHER_STOCK = before("5.23.0")
-#: Before 4.46 neither ``training_step`` nor ``compute_loss`` takes the number.
-WITHOUT_NUMBER = before("4.46.0")
 
 
 def at(*chosen: tuple[int, int]) -> Any:
@@ -60,21 +56,6 @@ def assert_logged(ours: Run, case: Case) -> None:
 
 
 # --- a training_step of a trainer's own -------------------------------------------------------------------------------
-
-
-class DividedStep(Ordered):
-    """GLiNER's: no super(), its own division by the accumulation steps; the number is handed on."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            handed = {} if WITHOUT_NUMBER else {"num_items_in_batch": num_items_in_batch}
-            loss = self.compute_loss(model, inputs, **handed)
-        if self.args.gradient_accumulation_steps > 1:
-            loss = loss / self.args.gradient_accumulation_steps
-        self.accelerator.backward(loss)
-        return loss.detach()
 
 
 class SkippingStep(Ordered):
@@ -131,9 +112,9 @@ def without_words(head: Head) -> Any:
 
 
 STEPS = {
-    "GLiNER, classes": Case("gliner-classes", CLASSES, DividedStep, right=True),
-    "GLiNER, tokens": Case("gliner-tokens", MLM, DividedStep),
-    "GLiNER, by the number": Case("gliner-number", NUMBER, DividedStep),
+    "GLiNER, classes": Case("gliner-classes", CLASSES, OwnStep, right=True),
+    "GLiNER, tokens": Case("gliner-tokens", MLM, OwnStep),
+    "GLiNER, by the number": Case("gliner-number", NUMBER, OwnStep),
     "GLiClass, classes": Case("gliclass-classes", with_words(CLASSES), SkippingStep, loss=without_words(CLASSES)),
     "GLiClass, tokens": Case("gliclass-tokens", with_words(MLM), SkippingStep, loss=without_words(MLM)),
     "GLiClass, a head that drops the number": Case(
@@ -157,7 +138,7 @@ def test_uncut_such_a_step_is_stocks_to_the_bit(name: str) -> None:
     assert run(STEPS[name], (8, 1), "apply").same_bits(run(STEPS[name], (8, 1), "stock"))
 
 
-class SummedStep(DividedStep):
+class SummedStep(OwnStep):
     """GLiNER's by default: what it divides by the steps is a sum over the batch."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
@@ -395,37 +376,18 @@ def test_a_loss_that_depends_on_padding_is_said_and_no_further_off(split: tuple[
 # --- a loss that is zero in the samples that are observed ------------------------------------------------------------
 
 
-class Hinge(Ordered):
-    """A custom loss by the outputs alone."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = hinge(outputs.logits, labels)
-        return (loss, outputs) if return_outputs else loss
-
-
 def hinge(logits: Tensor, labels: Tensor) -> Tensor:
     return F.relu(torch.where(labels == 0, -1.0, 1.0) * logits[:, 0]).mean()
 
 
-class Cosent(Hinge):
+def cosent(logits: Tensor, labels: Tensor) -> Tensor:
     """AnglE's: every pair of samples whose labels differ; zero where all are alike."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = of_pairs(outputs.logits[:, 0] * 20, labels)
-        return (loss, outputs) if return_outputs else loss
-
-
-def of_pairs(scores: Tensor, labels: Tensor) -> Tensor:
+    scores = logits[:, 0] * 20
     apart = (scores[:, None] - scores)[labels[:, None] < labels]
     return torch.logsumexp(torch.cat([scores.new_zeros(1) * scores.sum(), apart]), 0)
 
 
-def of_all_pairs(model: nn.Module, batch: Batch) -> Tensor:
-    return of_pairs(model(**{**batch, "labels": None}).logits[:, 0] * 20, batch["labels"])
+COSENT = {"trainer": of_logits(cosent), "loss": full_of_logits(cosent)}
 
 
 def labelled(*labels: int) -> Head:
@@ -435,10 +397,8 @@ def labelled(*labels: int) -> Head:
 
 @splits
 def test_a_hinge_that_is_zero_for_most_samples(split: tuple[int, int]) -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return hinge(model(**{**batch, "labels": None}).logits, batch["labels"])
-
-    assert_exact(Case("hinge", labelled(0, 0, 0, 0, 1, 1, 1, 0), Hinge, loss=loss), split)
+    head = labelled(0, 0, 0, 0, 1, 1, 1, 0)
+    assert_exact(Case("hinge", head, of_logits(hinge), loss=full_of_logits(hinge)), split)
 
 
 LABELS = torch.randint(0, 5, (6, 8), generator=torch.Generator().manual_seed(0)).tolist()
@@ -448,7 +408,7 @@ LABELS = torch.randint(0, 5, (6, 8), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("labels", [[1, 1, 1, 1, 0, 2, 2, 0], [0, 1] * 4, *LABELS], ids=str)
 def test_few_pairs_keep_stocks_scale(labels: list[int], split: tuple[int, int]) -> None:
     """The log of 1 plus a sum over pairs, which no weight makes right: the batch has pairs that its parts have not."""
-    case = Case("cosent", labelled(*labels), Cosent, loss=of_all_pairs)
+    case = Case("cosent", labelled(*labels), **COSENT)
     stock, ours = run(case, split, "stock"), run(case, split, "apply")
     assert ours.moved and ours.same_bits(stock)
     assert not ours.exact and len(ours.warned) == 1
@@ -458,7 +418,7 @@ def test_many_pairs_get_the_mean_over_micro_batches() -> None:
     """The gradient of such a log is a mean over pairs, for many pairs in every part as well as for the batch."""
     texts = [*text(), *text(seed=1)]
     samples = [{**sample, "labels": torch.tensor(place * 5 % 16)} for place, sample in enumerate(texts)]
-    case = Case("many pairs", replace(CLASSES, samples=samples), Cosent, loss=of_all_pairs)
+    case = Case("many pairs", replace(CLASSES, samples=samples), **COSENT)
     wanted = full_batch(case)
     stock, ours = run(case, (8, 2), "stock"), run(case, (8, 2), "apply")
     assert ours.error(wanted) < 0.4 and (OTHER_STOCK or stock.error(wanted) > 0.8)
@@ -476,7 +436,6 @@ def test_what_stock_would_have_trained_is_said_as_it_is(name: str) -> None:
     stock = run(case, (2, 4), "stock")
     names = sorted(wanted)
     found, full = (torch.cat([change[each].flatten() for each in names]) for change in (stock.change, wanted))
-    observations.clear()
     run(case, (2, 4), "apply")
     said = observations.recorded()[-1]["stock_gradient_factor"]
     assert said == pytest.approx(float(found @ full / (full @ full)), rel=0.34)

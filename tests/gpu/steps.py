@@ -31,8 +31,7 @@ def in_float32(head: Head, device: str = "cpu") -> Head:
         return value.to(device, torch.float32 if value.is_floating_point() else value.dtype)
 
     def collated(samples: Sequence[Sample]) -> Batch:
-        batch: Batch = tree_map(moved, head.batch(samples))
-        return batch
+        return tree_map(moved, head.batch(samples))
 
     return replace(head, build=lambda: head.build().float().to(device), collate=collated)
 

@@ -23,9 +23,27 @@ from torch.utils.checkpoint import checkpoint
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.losses import models
 from tests.losses.models import bare, model_itself
-from tests.losses.seen import Loss, Seen, around, both, classes, full, func, own, tokens
+from tests.losses.seen import (
+    ByNumber,
+    ForFunctions,
+    Loss,
+    Mean,
+    Points,
+    Seen,
+    Texts,
+    around,
+    both,
+    classes,
+    even,
+    full,
+    func,
+    holding,
+    mean_by_hand,
+    own,
+    tokens,
+)
 from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
-from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads import HEADS, Batch, Sample, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import LENGTHS, generator, without_targets
 from tests.numerics.parity import StockRecorder
@@ -48,67 +66,6 @@ def texts(window: int = 0) -> list[Sample]:
 
 def several(count: int, make: Callable[[int], list[Sample]] = texts) -> list[list[Sample]]:
     return [make(window) for window in range(count)]
-
-
-# --- models -------------------------------------------------------------------------------------------------------
-
-
-class Texts(TokenModel):
-    """Logits; with labels also the loss it was made with. It takes no number, so that stock divides by G."""
-
-    def __init__(self, loss: Loss = tokens, **learnt: Any) -> None:
-        super().__init__()
-        self.of = loss
-        for name, value in learnt.items():
-            setattr(self, name, nn.Parameter(torch.tensor(value)))
-
-    def forward(
-        self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None, kind: Any = None, task: Any = None
-    ) -> dict[str, Any]:
-        return self.found(input_ids=input_ids, labels=labels, attention_mask=attention_mask, kind=kind, task=task)
-
-    def found(self, **inputs: Any) -> dict[str, Any]:
-        logits = self.logits(inputs["input_ids"])
-        batch = {key: value for key, value in inputs.items() if value is not None}
-        return {"logits": logits, **({"loss": self.of(Seen(logits, batch, self))} if "labels" in batch else {})}
-
-
-class Takes(Texts):
-    """Takes any keyword, and drops the number: stock does not divide by G, and expects that it is divided by."""
-
-    def forward(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:  # type: ignore[override]
-        inputs.pop("num_items_in_batch", None)
-        return self.found(input_ids=input_ids, **inputs)
-
-
-class ByNumber(Texts):
-    """Divides the sum over its tokens by the number, where there is one."""
-
-    def forward(
-        self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **_: Any
-    ) -> dict[str, Any]:  # type: ignore[override]
-        return self.mean(input_ids, labels, num_items_in_batch)
-
-
-class ForFunctions(Takes):
-    """Hands its inputs on, for a compute_loss_func, which gets nothing else."""
-
-    def found(self, **inputs: Any) -> dict[str, Any]:
-        logits = self.logits(inputs["input_ids"])
-        return {"logits": logits, "inputs": inputs, "model": self}
-
-
-def holding(loss: Loss, head: type[Texts] = Texts, **learnt: Any) -> Callable[[], nn.Module]:
-    return lambda: head(loss, **learnt)
-
-
-def even() -> nn.Module:
-    """Starts with nearly even probabilities."""
-    built = Texts()
-    with torch.no_grad():
-        built.head.weight.mul_(0.01)
-        built.head.bias.zero_()
-    return built
 
 
 # --- where a loss stands ------------------------------------------------------------------------------------------
@@ -214,54 +171,29 @@ ONE_OVER_G = [
 
 
 class Cached(StockRecorder):
-    """Divides by G as it was when the trainer was made, on a head for which stock does not."""
+    """Keeps G as it was when the trainer was made, for a head for which stock does not divide."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.ga = self.args.gradient_accumulation_steps
-
-    def share(self, loss: Tensor) -> Tensor:
-        return loss / self.ga
+        self.ga, self.mine = self.args.gradient_accumulation_steps, copy.copy(self.args)
 
 
-class CachedFactor(Cached):
-    def share(self, loss: Tensor) -> Tensor:
-        return loss * (1 / self.ga)
+def share(trainer: Any, loss: Tensor) -> Tensor:
+    return loss / trainer.ga
 
 
-class CachedTensor(Cached):
-    def share(self, loss: Tensor) -> Tensor:
-        return loss / torch.tensor(float(self.ga))
+def kept(loss: Loss, of: Callable[[Any, Tensor], Tensor] = share) -> type:
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        return of(trainer, loss(Seen(outputs["logits"], inputs, bare(model)))), outputs
+
+    return computing(compute, Cached)
 
 
-class CachedArguments(Cached):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mine = copy.copy(self.args)
-
-    def share(self, loss: Tensor) -> Tensor:
-        return loss / self.mine.gradient_accumulation_steps
-
-
-def kept(loss: Loss, base: type = Cached) -> type:
-    class Kept(base):  # type: ignore[misc]
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
-        ) -> Any:
-            outputs = model(input_ids=inputs["input_ids"])
-            found = self.share(loss(Seen(outputs["logits"], inputs, bare(model))))
-            return (found, outputs) if return_outputs else found
-
-    return Kept
-
-
-class CachedSuper(Cached):
+def of_super(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """Asks super without the number."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        loss = self.share(loss)
-        return (loss, outputs) if return_outputs else loss
+    loss, outputs = base(model, inputs, return_outputs=True)
+    return share(trainer, loss), outputs
 
 
 class CachedFunc(Cached):
@@ -271,7 +203,7 @@ class CachedFunc(Cached):
         super().__init__(*args, **kwargs)
 
         def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-            return self.share(shifted_cross_entropy(outputs["logits"], labels))
+            return share(self, shifted_cross_entropy(outputs["logits"], labels))
 
         self.compute_loss_func = compute
 
@@ -284,7 +216,7 @@ class Declared(kept(tokens)):  # type: ignore[misc]
         self.loss_is_scaled_for_ga = True
 
 
-def cached(name: str, trainer: type, loss: Loss, head: type[Texts] = Takes, **more: Any) -> Case:
+def cached(name: str, trainer: type, loss: Loss, head: type[Texts] = Mean, **more: Any) -> Case:
     given = {"windows": several(1), **more}
     return attack(f"2-{name}", NAMED, full(loss), head, trainer=trainer, **given)
 
@@ -293,13 +225,18 @@ CACHED = [
     cached("tokens", kept(tokens), tokens),
     cached("classes", kept(classes), classes, right=(PAIRS, SINGLES)),
     cached("both", kept(both), both),
-    cached("super", CachedSuper, tokens, ByNumber),
-    cached("factor", kept(tokens, CachedFactor), tokens),
-    cached("tensor", kept(tokens, CachedTensor), tokens),
-    cached("arguments", kept(classes, CachedArguments), classes, right=(PAIRS, SINGLES)),
+    cached("super", computing(of_super, Cached), tokens, ByNumber),
+    cached("factor", kept(tokens, lambda t, loss: loss * (1 / t.ga)), tokens),
+    cached("tensor", kept(tokens, lambda t, loss: loss / torch.tensor(float(t.ga))), tokens),
+    cached(
+        "arguments",
+        kept(classes, lambda t, loss: loss / t.mine.gradient_accumulation_steps),
+        classes,
+        right=(PAIRS, SINGLES),
+    ),
     cached("func", CachedFunc, tokens),
     cached("uneven", kept(tokens), tokens, cuts=(UNEVEN,)),
-    attack("2-declared", EITHER, full(tokens), Takes, several(1), Declared),
+    attack("2-declared", EITHER, full(tokens), Mean, several(1), Declared),
 ]
 
 
@@ -543,7 +480,7 @@ def logs_beside(s: Seen) -> Tensor:
     """By hand; what torch makes of it is for the log alone."""
     with torch.no_grad():
         s.model.seen = float(s.tokens)
-    return models.mean_by_hand(s.logits, s.batch["labels"]) + s.classes
+    return mean_by_hand(s) + s.classes
 
 
 UNSEEN = [
@@ -598,8 +535,8 @@ READERS = [
     *in_both("7-compares", EXACT, comparing),
     *in_both("7-first-targets", EXACT, of_first_targets, right=EVEN),
     in_func("7-asserts", EXACT, asserting),
-    in_model("7-asserts-takes", EXACT, asserting, head=Takes),
-    in_model("7-first-targets-takes", EXACT, of_first_targets, head=Takes, cuts=THREE),
+    in_model("7-asserts-takes", EXACT, asserting, head=Mean),
+    in_model("7-first-targets-takes", EXACT, of_first_targets, head=Mean, cuts=THREE),
 ]
 
 
@@ -1064,7 +1001,7 @@ def with_entropy(s: Seen) -> Tensor:
 
 NEARLY_EVEN = [
     *(
-        attack(f"17-{name}", verdict, full(loss), even, several(1), own(loss))
+        attack(f"17-{name}", verdict, full(loss), even(), several(1), own(loss))
         for name, verdict, loss in [
             ("root", INEXACT, lambda s: s.tokens.sqrt()),
             ("log", INEXACT, lambda s: s.tokens.log()),
@@ -1403,39 +1340,21 @@ def scored(margins: Sequence[float]) -> Callable[[int], list[Sample]]:
     return lambda window: models.points(label, window)
 
 
-class Points(nn.Module):
-    """Four numbers each, and a loss of the score that it makes of them."""
-
-    def __init__(self, loss: Loss | None = None) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 1)
-        self.of = loss
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))[:, 0]
-
-    def forward(self, x: Tensor, labels: Any = None) -> dict[str, Tensor]:
-        logits = self.logits(x)
-        if labels is None or self.of is None:
-            return {"logits": logits}
-        return {"loss": self.of(Seen(logits, {"labels": labels}, self)), "logits": logits}
-
-
 def hinge(s: Seen) -> Tensor:
     """Zero where the margin is far below the score."""
-    return F.relu(s.batch["labels"] - s.logits).mean()
+    return F.relu(s.batch["labels"] - s.logits[:, 0]).mean()
 
 
 def hinge_of_active(s: Seen) -> Tensor:
     """The mean over those that are not zero."""
-    losses = F.relu(s.batch["labels"] - s.logits)
+    losses = F.relu(s.batch["labels"] - s.logits[:, 0])
     active = losses > 0
     return losses[active].mean() if bool(active.any()) else s.logits.sum() * 0
 
 
 def hinge_with_graph(s: Seen) -> Tensor:
     """A constant where all is well."""
-    losses = F.relu(s.batch["labels"] - s.logits)
+    losses = F.relu(s.batch["labels"] - s.logits[:, 0])
     if not bool((losses > 0).any()):
         return torch.zeros((), dtype=torch.float64, requires_grad=True)
     return losses.mean()
@@ -1444,9 +1363,10 @@ def hinge_with_graph(s: Seen) -> Tensor:
 def cosent(s: Seen) -> Tensor:
     """Every pair of texts of which one is more alike: log(1 + 0) where all are."""
     labels = s.batch["labels"]
-    apart = 5 * (s.logits[:, None] - s.logits[None, :])
+    scores = s.logits[:, 0]
+    apart = 5 * (scores[:, None] - scores[None, :])
     apart = apart.masked_fill(labels[:, None] >= labels[None, :], -1e12)
-    return torch.cat([apart.flatten(), torch.zeros(1, dtype=s.logits.dtype)]).logsumexp(0) * 1.0
+    return torch.cat([apart.flatten(), torch.zeros(1, dtype=scores.dtype)]).logsumexp(0) * 1.0
 
 
 #: The first three have nothing to learn.

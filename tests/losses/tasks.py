@@ -19,7 +19,7 @@ from tests.numerics.heads import Batch, Sample, TokenModel, over_number, seeded,
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import pass_over_imports, plain_sgd, relative, trainable, training_arguments
-from tests.trainers.runs import Case, Ordered, run
+from tests.trainers.runs import Case, Ordered, owning, run
 from tests.trainings import RATE
 
 #: Whatever waits for the other rank longer than that waits for ever [s].
@@ -130,25 +130,21 @@ class WithATermMore(Tasks):
         return {**found, "loss": found["loss"] + found["logits"][:, 1, 0].pow(2).mean()}
 
 
-class OfLogits(Ordered):
-    """A trainer that computes each task's loss by itself."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        logits = model(input_ids=inputs["input_ids"])["logits"]
-        if "score_labels" in inputs:
-            loss = F.mse_loss(logits[:, 1, 0], inputs["score_labels"])
-        else:
-            loss = shifted_cross_entropy(logits, inputs["token_labels"])
-        return (loss, {"logits": logits}) if return_outputs else loss
+def of_scores(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    """Each task's loss, computed by the trainer itself."""
+    outputs = model(input_ids=inputs["input_ids"])
+    if "score_labels" in inputs:
+        return F.mse_loss(outputs["logits"][:, 1, 0], inputs["score_labels"]), outputs
+    return shifted_cross_entropy(outputs["logits"], inputs["token_labels"]), outputs
 
 
-class WeighsTasks(Ordered):
-    """A trainer whose second task counts twice."""
+def second_twice(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    """The second task counts twice."""
+    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    return loss * (2 if is_second(inputs) else 1), outputs
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        loss = loss * (2 if is_second(inputs) else 1)
-        return (loss, outputs) if return_outputs else loss
+
+OfLogits, WeighsTasks = owning(of_scores), owning(second_twice)
 
 
 def is_second(inputs: Any) -> bool:
@@ -201,8 +197,7 @@ def with_an_option(pairs: str, seed: int = 0) -> list[Sample]:
 def of_all(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
     """The mean over the items of all samples, of whatever kind."""
     held = [{key: sample[key] for key in ("input_ids", "labels")} for sample in samples]
-    loss: Tensor = model(**collate(held))["loss"]
-    return loss
+    return model(**collate(held))["loss"]
 
 
 def by_share(model: nn.Module, samples: Sequence[Sample], second: float = 1.0) -> Tensor:

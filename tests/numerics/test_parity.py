@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.logged import Said
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import Step, contract_of, cut, reference_step, reference_windows, take_step
 
@@ -125,39 +126,32 @@ def test_short_last_window(name: str, tmp_path: Path) -> None:
     "name", ["llama", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean", "bert-answers"]
 )
 @pytest.mark.parametrize("split", [(4, 2), (1, 8)], ids=str)
-def test_window_without_a_target(
-    name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_window_without_a_target(name: str, split: tuple[int, int], tmp_path: Path, said: Said) -> None:
     head = HEADS[name]
     blank = [dict(sample) for sample in head.samples]
     for sample in blank:
         for key in ("labels", "start_positions", "end_positions"):
             if key in sample:
                 sample[key] = torch.full_like(sample[key], -100 if key == "labels" else 99)
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        step = take_step(head, [*head.samples, *blank, *blank], *split, "apply", tmp_path, steps=3, learning_rate=0.0)
+    step = take_step(head, [*head.samples, *blank, *blank], *split, "apply", tmp_path, steps=3, learning_rate=0.0)
     log = step.trainer.state.log_history
     assert [entry["loss"] for entry in log if "loss" in entry][1:] == [0.0, 0.0]
     assert step.trainer.callback_handler.callbacks[-1] is not None
     norms = next(callback.norms for callback in step.trainer.callback_handler.callbacks if hasattr(callback, "norms"))
     assert norms[1:] == [0.0, 0.0] and norms[0] > 0
-    assert sum("no target" in record.message for record in caplog.records) == 1
+    assert len(said("no target")) == 1
 
 
 @pytest.mark.parametrize("name", [name for name, head in HEADS.items() if not head.exact])
-def test_what_cannot_be_exact_is_said_once_and_never_called_exact(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_exact_is_said_once_and_never_called_exact(name: str, tmp_path: Path, said: Said) -> None:
     head = HEADS[name]
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        step = take_step(head, [*head.samples, *head.samples], 4, 2, "trainer", tmp_path, steps=2)
+    step = take_step(head, [*head.samples, *head.samples], 4, 2, "trainer", tmp_path, steps=2)
     assert not contract_of(step).exact
-    assert sum("plain mean over micro-batches" in record.message for record in caplog.records) == 1
+    assert len(said("plain mean over micro-batches")) == 1
     assert math.isfinite(step.loss)
 
 
-def test_the_sum_warns_that_it_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_sum_warns_that_it_grows(tmp_path: Path, said: Said) -> None:
     head = HEADS["wav2vec2-ctc-sum"]
-    with caplog.at_level("WARNING", logger="hf_accum_fix"):
-        take_step(head, [*head.samples, *head.samples], 2, 4, "trainer", tmp_path, steps=2)
-    assert sum("grows with the global batch" in record.message for record in caplog.records) == 1
+    take_step(head, [*head.samples, *head.samples], 2, 4, "trainer", tmp_path, steps=2)
+    assert len(said("grows with the global batch")) == 1

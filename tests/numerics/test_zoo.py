@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import Reduction
+from tests.cli.processes import python
 from tests.numerics.heads import HEADS, LEFT_OUT, Batch, Origin
 from tests.numerics.heads.head import FLOAT32_LOSS
 from tests.numerics.heads.left_out import NOT_DECOMPOSABLE, NOT_RUN, ONE_FORMER_HEAD, LeftOut
@@ -122,8 +120,4 @@ def test_no_class_is_looked_up_at_import() -> None:
     program = (
         "import sys, tests.numerics.heads; print([m for m in sys.modules if '.modeling_' in m and '.models.' in m])"
     )
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "[]"
+    assert python("-c", program).stdout.strip() == "[]"

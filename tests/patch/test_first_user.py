@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.cli import main
 from hf_accum_fix.cli.doctor import _COMMON, Diagnosis, Verdict, judge, judge_model, to_text
-from hf_accum_fix.options import Options
-from hf_accum_fix.reporting import Report
 from hf_accum_fix.upstream.defects import DEFECTS
-from hf_accum_fix.upstream.environment import Environment, parsed
-from hf_accum_fix.upstream.plan import make_plan
+from hf_accum_fix.upstream.environment import parsed
 from hf_accum_fix.upstream.seams import FIRST_RELEASE
 from tests.cli.processes import ROOT
+from tests.cli.test_doctor import report_on
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import take_step
 
@@ -32,13 +29,6 @@ OURS = ("the number", "head", "window", " cut")
 newest = pytest.mark.skipif(
     hf_accum_fix.report().environment.transformers != "5.23.0", reason="the factors were measured on 5.23.0"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_runs() -> Iterator[None]:
-    observations.clear()
-    yield
-    observations.clear()
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, list[str]]:
@@ -143,7 +133,7 @@ def test_the_verdict_on_a_model(seen: tuple[str, float | None, float | None], st
         "stock_gradient_factor": factor,
         "stock_router_factor": router,
     }
-    verdict, words = judge_model(replace(of_release("5.23.0"), state=state), run)
+    verdict, words = judge_model(replace(report_on("5.23.0"), state=state), run)
     expected, part = READ[seen]
     if state == "applied" and expected is Verdict.DEFECTS:
         expected, part = Verdict.CLEAN, part.replace("affected, ", "fine, the patch is on; stock: ")
@@ -152,7 +142,7 @@ def test_the_verdict_on_a_model(seen: tuple[str, float | None, float | None], st
 
 @pytest.mark.parametrize("release", ["4.40.0", "4.41.0", "4.46.2", "5.3.0", "5.24.0", "5.24.0.dev0", "from git", None])
 def test_every_release_has_an_answer(release: str | None) -> None:
-    report = of_release(release)
+    report = report_on(release)
     diagnosis = Diagnosis(report, *judge(report), {})
     first, empty, *rest = to_text(diagnosis).splitlines()
     name = release or "(not installed)"
@@ -198,16 +188,11 @@ def test_doctor_uses_no_word_that_it_does_not_define(capsys: pytest.CaptureFixtu
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-def of_release(version: str | None) -> Report:
-    installed = Environment(transformers=version, accelerate="1.15.0", torch="2.13.0", python="3.11.7")
-    return Report("0.1.0", "not applied", installed, make_plan(installed, Options()), (), ())
-
-
 @pytest.mark.parametrize(
     "release", ["4.40.0", "4.41.0", "4.46.2", "4.49.0", "5.3.0", "5.23.0", "5.24.0", "5.24.0.dev0"]
 )
 def test_the_report_is_narrow_and_holds_the_defects_present_alone(release: str) -> None:
-    report = of_release(release)
+    report = report_on(release)
     lines = str(report).splitlines()
     version = parsed(release)
     assert version is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,10 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 import hf_accum_fix
 from hf_accum_fix import ForeignPatchError, applying
 from hf_accum_fix.upstream.seams import ARGUMENTS, ATTRIBUTES, STATE, TRAINER, seams_of
+from tests.cli.processes import ROOT, python
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import trainer_of
 
-ROOT = Path(__file__).parents[2]
 SEAMS = [seam.name for seam in seams_of(None)]
 HEAD = HEADS["drops-kwargs"]
 ON = "hf-accum-fix: 0.1.0 is on: transformers"
@@ -92,13 +91,8 @@ def test_a_trainer_whose_train_is_its_own_trains(tmp_path: Path) -> None:
 
 def fresh(script: str, *folders: Path, returncode: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter whose first folders on the path are those given."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON_HF_ACCUM_FIX")}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT])), **variables}
     prelude = STAND_IN if any((folder / "transformers").is_dir() for folder in folders) else ""
-    command = [sys.executable, "-W", "ignore", "-c", prelude + script]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == returncode, done.stderr[-4000:]
-    return done
+    return python("-W", "ignore", "-c", prelude + script, path=(*folders, ROOT), code=returncode, **variables)
 
 
 #: What stands in, under a toy transformers, for the rooms that import the real one.

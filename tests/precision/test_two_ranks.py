@@ -29,9 +29,11 @@ from tests.backends.rows import by_tp_plan
 from tests.backends.trajectory import variables
 from tests.cli.processes import ROOT
 from tests.precision.gradients import (
+    CONTRACT,
     Bigram,
     Gradient,
     Keep,
+    Sometimes,
     batch,
     by_trainer,
     error,
@@ -40,7 +42,6 @@ from tests.precision.gradients import (
     reference,
     samples,
 )
-from tests.precision.sometimes import CONTRACT, Sometimes
 from tests.precision.test_gradients import NOISE
 from tests.ranks import on_ranks
 

@@ -214,8 +214,7 @@ def has_target(labels: Tensor, head: Head) -> bool:
 
 def recomputed(of: Scored, *, reentrant: bool) -> Tensor:
     """Computed once more in the backward."""
-    loss: Tensor = checkpoint(lambda scores: usual(replace(of, scores=scores)), of.scores, use_reentrant=reentrant)
-    return loss
+    return checkpoint(lambda scores: usual(replace(of, scores=scores)), of.scores, use_reentrant=reentrant)
 
 
 def imported(of: Scored) -> Tensor:
@@ -223,8 +222,7 @@ def imported(of: Scored) -> Tensor:
 
 
 def fused(of: Scored) -> Tensor:
-    loss: Tensor = Fused.apply(*aligned(of))
-    return loss
+    return Fused.apply(*aligned(of))
 
 
 # --- heads --------------------------------------------------------------------------------------------------------
@@ -715,8 +713,7 @@ def _base(model: Any, inputs: Batch, return_outputs: bool = True, num_items_in_b
 
 
 def full_base(model: Tiny, batch: Batch) -> Tensor:
-    loss: Tensor = model(**batch)["loss"]
-    return loss
+    return model(**batch)["loss"]
 
 
 def whole(loss: Loss) -> Full:
@@ -804,8 +801,7 @@ def _outputs_loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any)
 
 
 def by_steps(m: Made) -> Tensor:
-    loss: Tensor = m.loss / m.trainer.args.gradient_accumulation_steps
-    return loss
+    return m.loss / m.trainer.args.gradient_accumulation_steps
 
 
 def where_number(m: Made) -> Tensor:
@@ -816,8 +812,7 @@ def own_number(m: Made, function: Callable[..., Tensor] = usual) -> Tensor:
     if m.number is None:
         return function(m)
     # As upstream documents: the number counts all ranks, whose gradients are averaged.
-    found: Tensor = function(m, "sum") * m.trainer.args.world_size / m.number
-    return found
+    return function(m, "sum") * m.trainer.args.world_size / m.number
 
 
 @cache
@@ -842,8 +837,7 @@ def far_by_number(m: Made) -> Tensor:
     valid = labels != m.head.ignore
     log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1)
     summed = ((log_q.exp() * (log_q - log_p)).sum(-1) * valid).sum()
-    found: Tensor = summed / valid.sum() if m.number is None else m.trainer.args.world_size * summed / m.number
-    return found
+    return summed / valid.sum() if m.number is None else m.trainer.args.world_size * summed / m.number
 
 
 @lru_cache(maxsize=8)
@@ -861,8 +855,7 @@ def _r_drop(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tu
         other = model(**inputs, draw=1)
         one, two = m.scores, other["logits"]
         both = divergence(one, two, m.kept) + divergence(two, one, m.kept)
-        loss: Tensor = (m.loss + other["loss"]) / 2 + both / 2
-        return loss
+        return (m.loss + other["loss"]) / 2 + both / 2
 
     return by_super(of)(trainer, base, model, inputs, number)
 

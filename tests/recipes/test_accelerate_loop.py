@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "accelerate_loop.py"
-
-
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(RECIPE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+from tests.cli.processes import recipe
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["llama", "bert"])
 def test_the_official_recipes_are_off_and_windows_are_not(head: str, tmp_path: Path) -> None:
     tiny = ("--windows", "1", "--epochs", "1", "--total-batch", "16", "--splits", "4x4,1x16")
-    done = start("--head", head, *tiny, "--output", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    done = recipe("accelerate_loop", "--head", head, *tiny, "--output", tmp_path, code=0)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(row["mode"], row["per_device"]) for row in rows] == [
         (mode, per_device) for mode in ("accumulate", "count", "windows") for per_device in (4, 1)
@@ -56,6 +45,60 @@ def test_the_official_recipes_are_off_and_windows_are_not(head: str, tmp_path: P
     ],
 )
 def test_bad_input_is_answered_at_once(arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = start(*arguments, "--output", str(tmp_path / "out"))
+    done = recipe("accelerate_loop", *arguments, "--output", tmp_path / "out")
     assert done.returncode == 2 and told in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+# --- the recipe on a tiny model: the same windows, less padding, a table that says so -------------------------------
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.slow
+def test_table_lines_and_picture(tmp_path: Path) -> None:
+    tiny = ("--size", "tiny", "--rounds", "1", "--windows", "1", "--batch", "4", "--steps", "4")
+    given = ("--modes", "stock,balanced", "--texts", "docstrings", "--output", tmp_path)
+    recipe("window_speed", *tiny, *given, code=0)
+    stock, balanced = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert balanced["padded_over_real"] < stock["padded_over_real"]
+    assert 0 < balanced["gradient"] < 1e-5
+    assert balanced["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert "| balanced |" in (tmp_path / "table.md").read_text() and (tmp_path / "window_speed.png").exists()
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    done = recipe("window_speed", "--modes", "stock,faster")
+    assert done.returncode == 2 and "got modes ['faster']" in done.stderr
+
+
+# --- the recipe by its stand-in: figures in a table of 80 columns, and a part that fails among those that do not ----
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import on_gpu
+
+    def fails(rows: on_gpu.Rows, options: object) -> None:
+        rows.add("before it fails", 1.0)
+        raise MemoryError("none left")
+
+    monkeypatch.setitem(on_gpu.PARTS, "fails", fails)
+    given = ["--quick", "--parts", "fails,accumulate_in", "--rounds", "1", "--output", str(tmp_path)]
+    assert on_gpu.main(given) == 1
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["what"] for row in rows[:2]] == ["before it fails", "FAILED"] and rows[1]["error"] == "none left"
+    assert {row["part"] for row in rows} == {"fails", "accumulate_in"} and len(rows) == 9
+    told = capsys.readouterr().out
+    assert "[2/2] accumulate_in" in told
+    assert all(len(line) <= 80 for line in (tmp_path / "table.txt").read_text().splitlines())
+    for bad in (["--parts", "none"], ["--quick", "--rounds", "0"], ["--quick", "--output", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            on_gpu.main(bad)
+        assert end.value.code == 2
+    for name in ("on_gpu", "overhead", "router_loss_cost", "window_speed"):
+        sys.modules.pop(name, None)

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hf_accum_fix.monitor.run_logs import read_runs
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "recipes" / "convergence_monitor.py"), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+from tests.cli.processes import recipe
 
 
 @pytest.mark.slow
 def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> None:
-    done = start("--fault", "replica", "--steps", "100", "--output", str(tmp_path))
+    done = recipe("convergence_monitor", "--fault", "replica", "--steps", "100", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     alarms = (tmp_path / "alarms.txt").read_text().splitlines()
     assert alarms and all("replicas-differ: parameter module.8.weight differs: rank 1" in alarm for alarm in alarms)
@@ -38,7 +27,7 @@ def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
-    done = start("--audit", "--quick", "--output", str(tmp_path))
+    done = recipe("convergence_monitor", "--audit", "--quick", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     assert max(map(len, done.stdout.splitlines())) <= 80
     tables = json.loads((tmp_path / "audit.json").read_text())
@@ -52,5 +41,5 @@ def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["--fault", "lightning"], ["--steps", "many"]])
 def test_a_wrong_call_is_answered_at_once(arguments: list[str]) -> None:
-    done = start(*arguments)
+    done = recipe("convergence_monitor", *arguments)
     assert done.returncode == 2 and "usage:" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+from tests.recipes import RECIPES, load
+
 #: Says what pip says, takes half a second, and fails where a requirement is named so.
 PIP = """#!/bin/sh
 echo "Collecting $6"
@@ -28,10 +28,7 @@ echo "Successfully installed $6"
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("in_release", RECIPES / "in_release.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("in_release")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "ENVIRONMENTS", tmp_path / ".environments")
     pip = tmp_path / "lender" / module.BIN / "python"
@@ -111,11 +108,7 @@ def test_the_matrix_keeps_the_log_of_an_environment_that_failed(
     recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "in_release", recipe)
-    spec = importlib.util.spec_from_file_location("release_matrix_of_failures", RECIPES / "release_matrix.py")
-    assert spec is not None and spec.loader is not None
-    matrix = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, matrix)
-    spec.loader.exec_module(matrix)
+    matrix = load("release_matrix", known_as="release_matrix_of_failures")
     monkeypatch.setattr(
         recipe, "environment", lambda release: recipe.made(release, ["broken==1"], shared=[tmp_path / "lender"])
     )

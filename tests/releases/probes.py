@@ -284,8 +284,7 @@ def _trainer(head: Head, per_device: int, accumulate: int, *, stream: bool = Fal
     output = Path(tempfile.gettempdir()) / "hf_accum_fix_probes"
     arguments |= {"per_device": per_device, "accumulate": accumulate, "given": {"eval_dataset": list(head.samples)}}
     samples = Stream(head.samples) if stream else head.samples
-    made: Watched = trainer_of(head, output, Watched, samples=samples, **arguments)
-    return made
+    return trainer_of(head, output, Watched, samples=samples, **arguments)
 
 
 def _takes(argument: str) -> bool:

@@ -156,7 +156,6 @@ def test_the_pass_that_counts_is_run_only_where_it_is_needed() -> None:
 
 
 def test_the_convention_is_part_of_what_is_reported() -> None:
-    observations.clear()
     for convention in ("mean", "window", "exact"):
         step(FAMILIES[MIXTRAL], convention, 8, COEFFICIENT)
     assert [run["router_loss"] for run in observations.recorded()] == ["mean", "window", "exact"]

@@ -15,50 +15,40 @@ from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
 from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.options import ROUTER_LOSSES
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
+from hf_accum_fix.router.load_balancing import FUNCTION, LENDER
 from hf_accum_fix.router.router_loss import Convention
+from tests.logged import Said
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import contract_of
 from tests.router.conventions import COEFFICIENT, FAMILIES, step
+from tests.router.test_router_loss import by_layer
 
 MIXTRAL = replace(FAMILIES["Mixtral"], samples=FAMILIES["Mixtral"].samples[:8])
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "hf_accum_fix"]
-
-
-def by_layer(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> torch.Tensor:
-    found = [tally([gate], top_k, attention_mask) for gate in gate_logits]
-    return torch.stack([each.loss(each.counts / each.tokens, each.tokens) for each in found]).mean()
-
-
-def test_a_form_that_is_not_recognised_stays_on_mean(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_that_is_not_recognised_stays_on_mean(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module(LENDER), FUNCTION, by_layer)
     twice = replace(MIXTRAL, samples=[*MIXTRAL.samples, *MIXTRAL.samples])
     mean = step(twice, "mean", 2, COEFFICIENT, accumulate=4, steps=2, learning_rate=1e-3)
-    assert not said(caplog)
+    assert not said()
     exact = step(twice, "exact", 2, COEFFICIENT, accumulate=4, steps=2, learning_rate=1e-3)
     assert all(torch.equal(mean.change[name], exact.change[name]) for name in mean.change)
-    (line,) = said(caplog)
+    (line,) = said()
     assert "stays the mean over micro-batches and ranks" in line and "is not E sum F Q" in line
 
 
 @pytest.mark.parametrize("name", ["SwitchTransformersForConditionalGeneration", "BambaForCausalLM"])
-def test_families_of_another_form_stay_on_mean(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_families_of_another_form_stay_on_mean(name: str, said: Said) -> None:
     """Switch's is a mean over samples; Bamba's is a z-loss, linear, and in no output."""
     head = replace(HEADS[name], router=0.0)
     mean, exact = (step(head, convention, 4, 0.3) for convention in ("mean", "exact"))
     assert all(torch.equal(mean.change[name], exact.change[name]) for name in mean.change)
-    stays = [line for line in said(caplog) if "stays the mean over micro-batches and ranks" in line]
-    assert len(stays) == contract_of(exact).has_router_loss
+    assert len(said("stays the mean over micro-batches and ranks")) == contract_of(exact).has_router_loss
 
 
-def test_a_dense_model_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dense_model_says_nothing(said: Said) -> None:
     trainer = step(HEADS["llama"], "exact", 2, 0.0).trainer
-    assert not said(caplog) and not trainer.__dict__[SESSION].router.form.pools
+    assert not said() and not trainer.__dict__[SESSION].router.form.pools
 
 
 class Noise:
@@ -80,17 +70,17 @@ def noisy() -> Head:
     return replace(MIXTRAL, build=build)
 
 
-def test_routing_that_moved_is_reported_once_with_its_size(caplog: pytest.LogCaptureFixture) -> None:
+def test_routing_that_moved_is_reported_once_with_its_size(said: Said) -> None:
     head = noisy()
     head = replace(head, samples=[*head.samples, *head.samples])
     taken = step(head, "exact", 2, COEFFICIENT, accumulate=4, steps=2, learning_rate=1e-3)
-    (line,) = [each for each in said(caplog) if "routing differed" in each]
+    (line,) = said("routing differed")
     moved = float(taken.trainer.__dict__[SESSION].router.moved)
     assert 0.0 < moved < 1.0 and "of a micro-batch's routing differed between the counting pass" in line
     assert float(line.split(": ")[1].split(" ")[0]) <= moved * 1.1
 
 
-def test_logits_without_a_graph_are_said_to_train_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_logits_without_a_graph_are_said_to_train_nothing(said: Said) -> None:
     def build() -> nn.Module:
         model = MIXTRAL.build()
         for module in model.modules():
@@ -99,7 +89,7 @@ def test_logits_without_a_graph_are_said_to_train_nothing(caplog: pytest.LogCapt
         return model
 
     step(replace(MIXTRAL, build=build), "exact", 2, COEFFICIENT)
-    assert sum("trains nothing" in line for line in said(caplog)) == 1
+    assert len(said("trains nothing")) == 1
 
 
 def test_the_option_is_one_of_three() -> None:

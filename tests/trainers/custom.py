@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, log_likelihoods, over_number, seeded
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, before, log_likelihoods, over_number, seeded
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
-from tests.trainers.runs import HALVES, PAIRS, Case, Ordered
+from tests.trainers.runs import HALVES, PAIRS, Case, FullLoss, Ordered, owning
 from tests.trainings import as_fetched, as_prepared, in_loss, in_step
 
 CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "llama", "drops-kwargs"))
@@ -21,61 +21,50 @@ CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm
 NUMBER = dataclasses.replace(HEADS["uses-tensor"], name="number", samples=text())
 #: The library computes Llama's loss in float32.
 FLOAT32 = 1e-6
+#: Before 4.46 neither ``training_step`` nor ``compute_loss`` takes the number.
+WITHOUT_NUMBER = before("4.46.0")
 
 
 # --- ms-swift's division ------------------------------------------------------------------------------------------
 
 
-class Divided(Ordered):
+def divided(trainer: Any, loss: Tensor, number: Any) -> Tensor:
     """Divides by G where a number came, since the stock Trainer then leaves the loss as it is."""
-
-    def for_the_window(self, loss: Tensor, num_items_in_batch: Any) -> Tensor:
-        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
-            loss = loss / self.args.gradient_accumulation_steps
-        return loss
+    if number is not None and trainer.model_accepts_loss_kwargs:
+        loss = loss / trainer.args.gradient_accumulation_steps
+    return loss
 
 
-class DividedMean(Divided):
-    """Sequence classification: its own mean over samples."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = self.for_the_window(F.cross_entropy(outputs.logits, labels), num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+def dividing(loss: FullLoss) -> Any:
+    """Its own mean over samples, or over pairs of them."""
+    return owning(lambda trainer, base, model, inputs, number: (divided(trainer, loss(model, inputs), number), {}))
 
 
-class DividedReranker(Divided):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        loss = self.for_the_window(relevance(outputs.logits, inputs["labels"]), num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+def of_classes(model: nn.Module, inputs: Batch) -> Tensor:
+    labels = inputs.pop("labels")
+    return F.cross_entropy(model(**inputs).logits, labels)
 
 
-def relevance(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits[:, 0], (labels > 0).to(logits))
+def relevance(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return F.binary_cross_entropy_with_logits(logits[:, 0], (batch["labels"] > 0).to(logits))
 
 
-class DividedBase(Divided):
+def dividing_base(logits: str) -> Any:
     """The base's loss, asked for without the number; accuracy where the base has left labels behind."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        loss, outputs = base(model, inputs, return_outputs=True)
         if inputs.get("labels") is not None:
-            self.accuracy = float((outputs["logits"].argmax(-1) == inputs["labels"]).double().mean())
-        loss = self.for_the_window(loss, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+            trainer.accuracy = float((outputs[logits].argmax(-1) == inputs["labels"]).double().mean())
+        return divided(trainer, loss, number), outputs
+
+    return owning(compute)
 
 
-class DividedEmbedding(DividedBase):
-    """Has no logits by token: an accuracy could not be had."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = Ordered.compute_loss(self, model, inputs, return_outputs=True)
-        if inputs.get("labels") is not None:
-            self.accuracy = (outputs["token_logits"].argmax(-1) == inputs["labels"]).double().mean()
-        loss = self.for_the_window(loss, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+DIVIDED_BASE = dividing_base("logits")
+#: Has no logits by token: an accuracy could not be had.
+DIVIDED_EMBEDDING = dividing_base("token_logits")
 
 
 def similarity(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -132,55 +121,34 @@ def orpo(model: nn.Module, batch: Batch) -> Tensor:
     return -summed[:rows].sum() / tokens - 0.1 * F.logsigmoid(odds[:rows] - odds[rows:]).mean()
 
 
-class DividedDpo(Divided):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss = self.for_the_window(dpo(model, inputs), num_items_in_batch)
-        return (loss, {}) if return_outputs else loss
-
-
-class DividedOrpo(Divided):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss = self.for_the_window(orpo(model, inputs), num_items_in_batch)
-        return (loss, {}) if return_outputs else loss
-
-
 # --- a division by the arguments, whatever comes ---------------------------------------------------------------------
 
 
-class DividesItsOwn(Ordered):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(**inputs)
-        loss = outputs["loss"] / self.args.gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
+def by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    outputs = model(**inputs)
+    return outputs["loss"] / trainer.args.gradient_accumulation_steps, outputs
 
 
-class DividesInTraining(Ordered):
+def by_window(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """By the micro-batches of this very window, and in training alone."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(**inputs)
-        loss = outputs["loss"]
-        if model.training:
-            loss = loss / self.current_gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
+    outputs = model(**inputs)
+    return outputs["loss"] / (trainer.current_gradient_accumulation_steps if model.training else 1), outputs
 
 
-class DividesTheBase(Ordered):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        loss = loss / self.args.gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
+def base_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    return loss / trainer.args.gradient_accumulation_steps, outputs
+
+
+DividesTheBase = owning(base_by_steps)
 
 
 # --- the number, left out or used -----------------------------------------------------------------------------------
 
 
-class WithoutTheNumber(Ordered):
+def without_the_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """As four of ten excerpts of a public code search have it."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        return (loss, outputs) if return_outputs else loss
+    return base(model, inputs, return_outputs=True)
 
 
 class SumOverTheNumber(Ordered):
@@ -266,14 +234,16 @@ def of_fewer_rows(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class OwnStep(Ordered):
-    """GLiNER's, without super(); right in the stock Trainer."""
+    """GLiNER's: no super(), its own division by the accumulation steps; the number is handed on. Right in stock."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         model.train()
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs)
-        loss = loss / self.args.gradient_accumulation_steps
+            handed = {} if WITHOUT_NUMBER else {"num_items_in_batch": num_items_in_batch}
+            loss = self.compute_loss(model, inputs, **handed)
+        if self.args.gradient_accumulation_steps > 1:
+            loss = loss / self.args.gradient_accumulation_steps
         self.accelerator.backward(loss)
         return loss.detach()
 
@@ -297,19 +267,17 @@ OWN_STEPS = [
 HALF_OF_EACH = dataclasses.replace(CLASSES, samples=[CLASSES.samples[i] for i in (0, 2, 1, 5, 3, 2, 4, 5)])
 
 CASES = [
-    Case("swift-classes", CLASSES, DividedMean, right=True),
-    Case("swift-classes-by-super", CLASSES, DividedBase, right=True),
-    Case("swift-tokens-by-super", NUMBER, DividedBase),
-    Case("swift-mlm-by-super", MLM, DividedBase),
-    Case(
-        "swift-reranker", CLASSES, DividedReranker, loss=lambda m, b: relevance(m(**b).logits, b["labels"]), right=True
-    ),
-    Case("swift-dpo", PREFERENCES, DividedDpo, loss=dpo, right=True),
-    Case("swift-orpo", PREFERENCES, DividedOrpo, loss=orpo),
+    Case("swift-classes", CLASSES, dividing(of_classes), right=True),
+    Case("swift-classes-by-super", CLASSES, DIVIDED_BASE, right=True),
+    Case("swift-tokens-by-super", NUMBER, DIVIDED_BASE),
+    Case("swift-mlm-by-super", MLM, DIVIDED_BASE),
+    Case("swift-reranker", CLASSES, dividing(relevance), loss=relevance, right=True),
+    Case("swift-dpo", PREFERENCES, dividing(dpo), loss=dpo, right=True),
+    Case("swift-orpo", PREFERENCES, dividing(orpo), loss=orpo),
     Case(
         "swift-embedding",
         CLASSES,
-        DividedEmbedding,
+        DIVIDED_EMBEDDING,
         loss=of_embeddings,
         given={"compute_loss_func": similarity},
         right=True,
@@ -317,40 +285,31 @@ CASES = [
     Case(
         "swift-smoother",
         CLASSES,
-        DividedEmbedding,
+        DIVIDED_EMBEDDING,
         loss=of_smoothed_classes,
         arguments={"label_smoothing_factor": 0.1},
         floor=FLOAT32,
         right=True,
     ),
-    Case("divides-its-own", CLASSES, DividesItsOwn, right=True),
-    Case("divides-its-own-tokens", MLM, DividesItsOwn),
-    Case("divides-in-training", CLASSES, DividesInTraining, right=True),
+    Case("divides-its-own", CLASSES, owning(by_steps), right=True),
+    Case("divides-its-own-tokens", MLM, owning(by_steps)),
+    Case("divides-in-training", CLASSES, owning(by_window), right=True),
     Case("divides-the-base", CLASSES, DividesTheBase, right=True),
     Case("divides-the-base-tokens", NUMBER, DividesTheBase),
-    Case("without-the-number", NUMBER, WithoutTheNumber),
-    Case("without-the-number-llama", LLAMA, WithoutTheNumber, floor=FLOAT32),
-    Case("without-the-number-mlm", MLM, WithoutTheNumber),
+    Case("without-the-number", NUMBER, owning(without_the_number)),
+    Case("without-the-number-llama", LLAMA, owning(without_the_number), floor=FLOAT32),
+    Case("without-the-number-mlm", MLM, owning(without_the_number)),
     Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
-    Case("masks-in-the-step-mlm", MLM, in_step(with_fewer_labels), loss=of_fewer_labels),
-    Case("masks-in-the-step", NUMBER, in_step(with_fewer_labels), loss=of_fewer_labels, right_uncut=False),
-    Case("masks-in-the-step-in-place-mlm", MLM, in_step(with_fewer_labels, "tensor"), loss=of_fewer_labels),
-    Case(
-        "masks-in-the-step-in-place",
-        NUMBER,
-        in_step(with_fewer_labels, "tensor"),
-        loss=of_fewer_labels,
-        right_uncut=False,
-    ),
-    Case("masks-as-fetched-mlm", MLM, as_fetched(with_fewer_labels), loss=of_fewer_labels),
-    Case("masks-as-fetched", NUMBER, as_fetched(with_fewer_labels), loss=of_fewer_labels, right_uncut=False),
-    Case("masks-as-fetched-in-place-mlm", MLM, as_fetched(with_fewer_labels, "key"), loss=of_fewer_labels),
-    Case(
-        "masks-as-fetched-in-place",
-        NUMBER,
-        as_fetched(with_fewer_labels, "key"),
-        loss=of_fewer_labels,
-        right_uncut=False,
+    *(
+        # Stock hands on the count from before the labels were masked.
+        Case(f"masks-{place}{suffix}", head, trainer, loss=of_fewer_labels, right_uncut=head is MLM)
+        for place, trainer in [
+            ("in-the-step", in_step(with_fewer_labels)),
+            ("in-the-step-in-place", in_step(with_fewer_labels, "tensor")),
+            ("as-fetched", as_fetched(with_fewer_labels)),
+            ("as-fetched-in-place", as_fetched(with_fewer_labels, "key")),
+        ]
+        for suffix, head in [("-mlm", MLM), ("", NUMBER)]
     ),
     Case("drops-in-the-step", HALF_OF_EACH, in_step(with_fewer_rows), loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("drops-as-fetched", HALF_OF_EACH, as_fetched(with_fewer_rows), loss=of_fewer_rows, cuts=(PAIRS, HALVES)),

@@ -19,6 +19,7 @@ from tests.logged import logged
 from tests.numerics.heads import Batch, Head, Sample, seeded
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import Recorder, Trained, applied, moved, plain_sgd, trainable, trainer_of
+from tests.trainings import computing
 
 #: Samples of a micro-batch x micro-batches of a window: eight samples a step on one rank.
 Cut = tuple[int, int]
@@ -35,6 +36,27 @@ class Ordered(Trainer):
     """Takes the samples in their order."""
 
     _get_train_sampler = Recorder._get_train_sampler
+
+
+def owning(loss: Callable[..., tuple[Tensor, Any]]) -> Any:
+    """An `Ordered` one whose ``compute_loss`` is ``loss(trainer, base, model, inputs, number)``, with the outputs."""
+    return computing(loss, Ordered)
+
+
+def of_logits(loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """One whose ``compute_loss`` is ``loss(logits, labels)``, and takes no number; the model sees no labels."""
+
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        return loss(outputs["logits"], labels), outputs
+
+    return owning(compute)
+
+
+def full_of_logits(loss: Callable[[Tensor, Tensor], Tensor]) -> FullLoss:
+    """The same of a whole batch."""
+    return lambda model, batch: loss(model(**{**batch, "labels": None})["logits"], batch["labels"])
 
 
 def of_texts(model: type[nn.Module], **changes: Any) -> Head:

@@ -12,7 +12,8 @@ from tests.losses.models import z_loss
 from tests.numerics.heads import HEADS, Batch, NoKwargs, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head
 from tests.numerics.heads.samples import text
-from tests.trainers.runs import Case, Ordered
+from tests.trainers.runs import Case, FullLoss, Ordered, owning
+from tests.trainings import in_step
 
 
 class Number(TokenModel):
@@ -68,59 +69,9 @@ class WithDropout(Hidden):
     dropout = 0.5
 
 
-class OwnMean(Ordered):
-    """Computes cross entropy by itself, and ignores the number."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs, labels=labels)
-        loss = shifted_cross_entropy(outputs["logits"], labels)
-        return (loss, outputs) if return_outputs else loss
-
-
-class OwnByHand(Ordered):
-    """A mean over samples that no loss function of torch computes."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(input_ids=inputs["input_ids"])
-        loss = by_sample(outputs["logits"])
-        return (loss, outputs) if return_outputs else loss
-
-
-def by_sample(logits: Tensor) -> Tensor:
-    return -F.logsigmoid(logits[:, 0, 0] - logits[:, 0, 1]).mean()
-
-
-class MasksLater(Ordered):
-    """Takes every fourth token out of the labels after the window was fetched."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(model, masked_later(inputs), *args, **kwargs)
-
-
-def masked_later(inputs: Any) -> dict[str, Any]:
-    return {**inputs, "labels": inputs["labels"].masked_fill(inputs["input_ids"] % 4 == 0, -100)}
-
-
-class Distilled(Ordered):
-    """The base's loss, and a divergence from a fixed teacher over attended tokens."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
-        loss = loss + 0.4 * divergence(outputs["logits"], inputs)
-        return (loss, outputs) if return_outputs else loss
-
-
-def divergence(logits: Tensor, inputs: Any) -> Tensor:
-    """Of a teacher that is a function of the tokens."""
-    teacher = torch.cos(inputs["input_ids"][..., None] * torch.arange(1, logits.shape[-1] + 1)).to(logits)
-    each = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-    return each[inputs["attention_mask"].bool()].mean()
-
-
-def distilled(model: nn.Module, batch: Batch) -> Tensor:
-    outputs = model(**batch)
-    return outputs["loss"] + 0.4 * divergence(outputs["logits"], batch)
+def by(loss: FullLoss) -> Any:
+    """Computes its loss by itself, and ignores the number."""
+    return owning(lambda trainer, base, model, inputs, number: (loss(model, inputs), {}))
 
 
 def own_mean(model: nn.Module, batch: Batch) -> Tensor:
@@ -128,7 +79,32 @@ def own_mean(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def own_by_hand(model: nn.Module, batch: Batch) -> Tensor:
-    return by_sample(model(**batch)["logits"])
+    """A mean over samples that no loss function of torch computes."""
+    logits = model(input_ids=batch["input_ids"])["logits"]
+    return -F.logsigmoid(logits[:, 0, 0] - logits[:, 0, 1]).mean()
+
+
+def masked_later(inputs: Any) -> dict[str, Any]:
+    """Without the labels of every fourth token."""
+    return {**inputs, "labels": inputs["labels"].masked_fill(inputs["input_ids"] % 4 == 0, -100)}
+
+
+def divergence(logits: Tensor, inputs: Any) -> Tensor:
+    """Of a fixed teacher that is a function of the tokens, over attended tokens."""
+    teacher = torch.cos(inputs["input_ids"][..., None] * torch.arange(1, logits.shape[-1] + 1)).to(logits)
+    each = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    return each[inputs["attention_mask"].bool()].mean()
+
+
+def distilling(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    """The base's loss, and a divergence."""
+    loss, outputs = base(model, inputs, True, num_items_in_batch=number)
+    return loss + 0.4 * divergence(outputs["logits"], inputs), outputs
+
+
+def distilled(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    return outputs["loss"] + 0.4 * divergence(outputs["logits"], batch)
 
 
 TEXT = text()
@@ -155,11 +131,11 @@ EXACT = [
     Case("text-and-order", HEADS["bert-pretraining"], Ordered, cuts=CUTS),
     Case("two-terms", HEADS["two-terms"], Ordered, cuts=CUTS),
     Case("number-and-z-loss", NUMBER_AND_Z, Ordered, cuts=CUTS),
-    Case("own-mean", MEAN, OwnMean, own_mean, cuts=CUTS),
-    Case("own-mean-of-a-number-head", NUMBER, OwnMean, own_mean, cuts=CUTS),
-    Case("own-by-hand", MEAN, OwnByHand, own_by_hand, cuts=(SHORT,)),
-    Case("distilled-mean", MEAN, Distilled, distilled, cuts=CUTS),
-    Case("distilled-number", NUMBER, Distilled, distilled, cuts=CUTS),
+    Case("own-mean", MEAN, by(own_mean), own_mean, cuts=CUTS),
+    Case("own-mean-of-a-number-head", NUMBER, by(own_mean), own_mean, cuts=CUTS),
+    Case("own-by-hand", MEAN, by(own_by_hand), own_by_hand, cuts=(SHORT,)),
+    Case("distilled-mean", MEAN, owning(distilling), distilled, cuts=CUTS),
+    Case("distilled-number", NUMBER, owning(distilling), distilled, cuts=CUTS),
     # No input counts one of their terms, so forwards count it.
     Case("weighted-beside-classes", WEIGHTED, Ordered, cuts=CUTS),
     Case("hidden-choice", HIDDEN, Ordered, cuts=CUTS),
@@ -167,14 +143,13 @@ EXACT = [
 ]
 #: Terms whose items are known too late.
 SAID = [
-    *(
-        Case(
-            f"{name}-masked-later",
-            head,
-            MasksLater,
-            lambda model, batch: model(**masked_later(batch))["loss"],
-            cuts=CUTS,
-        )
-        for name, head in (("two-terms", HEADS["two-terms"]), ("number-and-z-loss", NUMBER_AND_Z))
-    ),
+    Case(
+        f"{name}-masked-later",
+        head,
+        # After the window was fetched.
+        in_step(masked_later),
+        lambda model, batch: model(**masked_later(batch))["loss"],
+        cuts=CUTS,
+    )
+    for name, head in (("two-terms", HEADS["two-terms"]), ("number-and-z-loss", NUMBER_AND_Z))
 ]

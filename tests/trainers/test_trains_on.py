@@ -32,7 +32,20 @@ from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import applied, training_arguments
 from tests.trainers.custom import CLASSES, MLM, NUMBER, SumOverTheNumber
-from tests.trainers.runs import FLOOR, PAIRS, SINGLES, WHOLE, Case, Cut, Ordered, full_batch, of_texts, run
+from tests.trainers.runs import (
+    FLOOR,
+    PAIRS,
+    SINGLES,
+    WHOLE,
+    Case,
+    Cut,
+    Ordered,
+    full_batch,
+    of_logits,
+    of_texts,
+    owning,
+    run,
+)
 
 DROPS = HEADS["drops-kwargs"]
 
@@ -410,32 +423,26 @@ class EachByVmap(TokenModel):
         return {"loss": torch.vmap(summed)(logits, targets).sum() / (targets != -100).sum()}
 
 
-class Penalised(Ordered):
+def penalised(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """Its own mean, and the norm of a gradient."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        embedded = model.embed(inputs["input_ids"])
-        loss = shifted_cross_entropy(model.head(torch.tanh(model.mix(embedded))), inputs["labels"])
-        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
-        loss = loss + gradient.square().sum()
-        return (loss, {}) if return_outputs else loss
+    embedded = model.embed(inputs["input_ids"])
+    loss = shifted_cross_entropy(model.head(torch.tanh(model.mix(embedded))), inputs["labels"])
+    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    return loss + gradient.square().sum(), {}
 
 
-class TwoBackwards(Ordered):
+def two_backwards(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """Hands the first half of its loss over by itself, to save memory."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        if model.training:
-            self.accelerator.backward(model(**inputs)["loss"] / 2 / self.args.gradient_accumulation_steps)
-        outputs = model(**inputs)
-        return (outputs["loss"] / 2, outputs) if return_outputs else outputs["loss"] / 2
+    if model.training:
+        trainer.accelerator.backward(model(**inputs)["loss"] / 2 / trainer.args.gradient_accumulation_steps)
+    outputs = model(**inputs)
+    return outputs["loss"] / 2, outputs
 
 
-class WantsGradient(Ordered):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        assert loss.requires_grad, "a frozen model cannot be trained"
-        return (loss, outputs) if return_outputs else loss
+def wants_gradient(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    loss, outputs = base(model, inputs, True, number)
+    assert loss.requires_grad, "a frozen model cannot be trained"
+    return loss, outputs
 
 
 def _molecules() -> list[Sample]:
@@ -453,9 +460,9 @@ WITH_GRADIENT = [
     Case("forces", Head("forces", seeded(Forces), _molecules(), collate=_stacked), Ordered),
     Case("adversarial", of_texts(Adversarial), Ordered),
     Case("each-by-vmap", of_texts(EachByVmap), Ordered),
-    Case("penalised", DROPS, Penalised),
-    Case("two-backwards", DROPS, TwoBackwards),
-    Case("wants-gradient", NUMBER, WantsGradient),
+    Case("penalised", DROPS, owning(penalised)),
+    Case("two-backwards", DROPS, owning(two_backwards)),
+    Case("wants-gradient", NUMBER, owning(wants_gradient)),
 ]
 
 
@@ -598,17 +605,10 @@ def test_windows_are_not_dealt_from_a_loader_of_ones_own_by_surprise(loads: bool
 # --- what is said ---------------------------------------------------------------------------------------------------
 
 
-class PairLoss(Ordered):
-    """Its own mean, which takes no number: uncut, the patch changes nothing."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
-        loss = F.cross_entropy(logits, inputs["labels"]).sqrt()
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
 def test_uncut_nothing_is_said_of_micro_batches() -> None:
-    uncut, cut = (run(Case("pair-loss", CLASSES, PairLoss), each, "apply") for each in (WHOLE, PAIRS))
+    # It takes no number: uncut, the patch changes nothing.
+    root = of_logits(lambda logits, labels: F.cross_entropy(logits, labels).sqrt())
+    uncut, cut = (run(Case("pair-loss", CLASSES, root), each, "apply") for each in (WHOLE, PAIRS))
     assert uncut.raised is None and cut.raised is None
     assert not [message for message in uncut.warned if "plain mean over micro-batches" in message]
     assert [message for message in cut.warned if "micro-batch" in message], "the same run, cut, has to be warned of"
@@ -617,11 +617,9 @@ def test_uncut_nothing_is_said_of_micro_batches() -> None:
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
-class NeedsTheNumber(Ordered):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        logits = model(input_ids=inputs["input_ids"])["logits"]
-        loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
-        return (loss, {"logits": logits}) if return_outputs else loss
+def over_the_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    logits = model(input_ids=inputs["input_ids"])["logits"]
+    return shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / number, {"logits": logits}
 
 
 def test_verify_tells_of_a_loss_that_cannot_do_without_the_number(tmp_path: Path) -> None:
@@ -631,7 +629,7 @@ def test_verify_tells_of_a_loss_that_cannot_do_without_the_number(tmp_path: Path
         def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
             return {"logits": self.logits(input_ids)}
 
-    trainer = NeedsTheNumber(
+    trainer = owning(over_the_number)(
         model=seeded(WithoutLabels)(),
         args=training_arguments(tmp_path),
         train_dataset=text(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +19,9 @@ from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.window import Part, Window
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
-from tests.losses.models import Mean, class_weighted, texts
-from tests.numerics.heads import Batch, Head, TokenModel, seeded
+from tests.losses.models import texts
+from tests.losses.seen import Mean, class_weighted, holding
+from tests.numerics.heads import Batch, Head, seeded
 from tests.numerics.heads.detection import LW_DETR
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import boxes, images
@@ -41,11 +41,6 @@ HALVES: Cut = (4, 2)
 PATIENCE = 20
 
 
-class Weighted(TokenModel):
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
-        return {"loss": class_weighted(self.logits(input_ids), labels)}
-
-
 class LeavesOutOnOne(Ordered):
     entered = 0
 
@@ -56,7 +51,7 @@ class LeavesOutOnOne(Ordered):
         return super().training_step(*args, **kwargs)
 
 
-WEIGHTED = Head("weighted", seeded(Weighted), texts())
+WEIGHTED = Head("weighted", seeded(holding(class_weighted, Mean)), texts())
 #: The one is exact.
 ON_RANKS = [
     runs.Case("weighted", WEIGHTED, Ordered, right=True),

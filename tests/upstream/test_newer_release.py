@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ import pytest
 import transformers
 
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
-
-ROOT = Path(__file__).parents[2]
+from tests.cli.processes import ROOT, python
 
 #: A newer release has what the newest has.
 ON_THE_NEWEST = pytest.mark.skipif(
@@ -89,13 +85,9 @@ def made_release(folder: Path, version: str, first_parameter: str = "") -> Path:
 
 
 def ask(release: Path, *output: str) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(ROOT)])}
-    command = [sys.executable, "-W", "ignore", "-c", QUESTIONS, *output]
-    done = subprocess.run(command, cwd=release, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = python("-W", "ignore", "-c", QUESTIONS, *output, path=(release, ROOT), cwd=release)
     [answers] = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    loaded: dict[str, Any] = json.loads(answers.removeprefix("ANSWERS "))
-    return loaded
+    return json.loads(answers.removeprefix("ANSWERS "))
 
 
 @ON_THE_NEWEST

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+import hf_accum_fix
 from hf_accum_fix import verify
+from hf_accum_fix.verification.report import Kind
 from tests.numerics.heads import HEADS, before
 from tests.ranks import on_ranks
+from tests.router.conventions import FAMILIES
 from tests.verify.trainers import Contrastive, points, small, trainer_of
 
 pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
@@ -83,3 +86,26 @@ def test_in_batch_negatives(reports: dict[str, Any]) -> None:
 
 def test_the_training_that_follows_is_undisturbed(reports: dict[str, Any]) -> None:
     assert reports["trained"]["same"] and reports["trained"]["loss"] > 0
+
+
+# --- the convention of a router's loss in force is named; under "exact" a mixture of experts is called exact, too ---
+
+SAMPLES = FAMILIES["Mixtral"].samples[:8]
+WORDS = {
+    "mean": "the router's loss the mean over micro-batches and ranks, by convention",
+    "window": "the router's loss by the running counts of the window, by convention",
+    "exact": "the router's loss of the whole global batch",
+}
+
+
+@pytest.mark.parametrize(
+    "convention", [each if each == "exact" else pytest.param(each, marks=pytest.mark.slow) for each in WORDS]
+)
+def test_the_convention_in_force_is_named(convention: str, tmp_path: Path) -> None:
+    with hf_accum_fix.apply(router_loss=convention):
+        report = verify(trainer_of("mixtral", tmp_path, samples=SAMPLES), splits=[(2, 4), (1, 8)])
+    assert report.verdict.kind is Kind.EXACT and WORDS[convention] in report.verdict.words
+    assert ("convention" in report.verdict.words) == (convention != "exact")
+    assert all(each.error is not None and each.error < 1e-6 for each in report.of("apply()"))
+    stock = report.of("stock")
+    assert all(each.verdict.kind is Kind.OFF and "aux loss times G" in each.verdict.words for each in stock)

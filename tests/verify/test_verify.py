@@ -13,10 +13,11 @@ from transformers import TrainerCallback
 import hf_accum_fix
 from hf_accum_fix import observations, verify
 from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.testing import assert_invariant, invariant
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from hf_accum_fix.verification.report import Kind, SplitResult, VerificationReport
 from tests.numerics.heads import before
-from tests.verify.trainers import Regression, points, small, trainer_of
+from tests.verify.trainers import Contrastive, Regression, points, small, trainer_of
 
 #: The cut 1 x 8, stock: the words and the defects; None: exact.
 AFFECTED: dict[str, tuple[str, tuple[str, ...]] | None] = {
@@ -245,3 +246,30 @@ def test_the_report_as_text_data_and_picture(tmp_path: Path) -> None:
 def test_arguments_that_mean_nothing(how: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="; expected "):
         verify(small(Regression(), tmp_path, points(8)), **how)
+
+
+# --- what downstream test suites use --------------------------------------------------------------------------------
+
+__all__ = ["invariant"]
+
+
+@pytest.mark.skipif(before("5.0"), reason="the stock BERT is wrong since 5.0")
+def test_a_wrong_trainer_fails_with_the_report(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"off, relative error .*: G times"):
+        assert_invariant(trainer_of("bert-classes", tmp_path))
+    with hf_accum_fix.apply():
+        assert {each.mode for each in assert_invariant(trainer_of("bert-classes", tmp_path)).results} == {"apply()"}
+
+
+@CURRENT
+def test_could_not_tell_fails_too(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="could not tell"):
+        assert_invariant(trainer_of("bert-classes", tmp_path, samples=[]))
+    with pytest.raises(AssertionError, match="no split can equal"):
+        assert_invariant(small(Contrastive(), tmp_path, points(8)))
+
+
+@CURRENT
+def test_the_fixture_takes_a_patch_back(invariant: Any, tmp_path: Path) -> None:
+    hf_accum_fix.apply()
+    assert invariant(trainer_of("bert-classes", tmp_path), splits=[1]).active == "apply()"

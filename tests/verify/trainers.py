@@ -62,6 +62,9 @@ def points(count: int) -> list[Sample]:
     return [{"x": torch.randn(4, generator=g), "labels": torch.randn((), generator=g)} for _ in range(count)]
 
 
-def small(model: nn.Module, output: Path, samples: Any, *, cls: type = Trainer, **arguments: Any) -> Any:
+def small(
+    model: nn.Module, output: Path, samples: Any, *, cls: type = Trainer, data_collator: Any = None, **arguments: Any
+) -> Any:
     """A trainer of one of these, 2 x 4."""
-    return cls(model=model, args=training_arguments(output, **arguments), train_dataset=samples)
+    args = training_arguments(output, **arguments)
+    return cls(model=model, args=args, train_dataset=samples, data_collator=data_collator)

@@ -1,0 +1,284 @@
+"""What verify() leaves behind: nothing, in the trainer, the model, the data or anything that they reach."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_accum_fix import verify
+from hf_accum_fix.verification.report import Kind
+from tests.verify.trainers import Regression, points, small
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gloo.*")
+
+CALLS = 0
+SEEN: list[int] = []
+
+
+class Keeps(Trainer):
+    """Changes in every loss whatever a trainer can reach."""
+
+    calls_of_the_class = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(1)
+        self.teacher = Regression(batch_norm=True).requires_grad_(False)
+        self.prompts = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        self.loose = [nn.Parameter(torch.ones(2))]
+        self.mean, self.table = torch.zeros(3), np.zeros(4)
+        self.running = {"mean": torch.zeros(6), "var": torch.ones(6)}
+        self.meter: Any = Meter()
+        self.numbers, self.bytes = array.array("i", [0]), bytearray(2)
+        self.shared = multiprocessing.Value("i", 0)
+        self.counter, self.stream = itertools.count(), iter(range(1000))
+        count = 0
+
+        def tick() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        self.tick = tick
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        global CALLS
+        CALLS += 1
+        SEEN.append(CALLS)
+        type(self).calls_of_the_class += 1
+        with torch.no_grad():
+            self.teacher(inputs["x"])
+            for mine, other in zip(self.teacher.parameters(), model.parameters(), strict=False):
+                mine.add_(other.flatten()[0])
+            self.prompts[0].mul_(2)
+            self.loose[0].data = self.loose[0].data * 3
+            self.mean += 1
+            nn.functional.batch_norm(torch.randn(5, 6), self.running["mean"], self.running["var"], training=True)
+        self.table += 1
+        self.meter.held.tensors[0].add_(1)
+        self.meter.total += 1
+        self.numbers[0] += 1
+        self.bytes[0] += 1
+        self.shared.value += 1
+        next(self.stream)
+        next(self.counter)
+        self.tick()
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+
+class Held:
+    __slots__ = ("tensors",)
+
+    def __init__(self) -> None:
+        self.tensors = [torch.zeros(2)]
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.held = 0, Held()
+
+
+def test_it_leaves_nothing_anywhere(tmp_path: Path) -> None:
+    trainer = small(Regression(), tmp_path, points(8), cls=Keeps)
+    before = {name: value.clone() for name, value in trainer.teacher.state_dict().items()}
+    report = verify(trainer, splits=[2])
+    assert report.verdict_of("apply()").kind is Kind.EXACT, report
+    assert all(torch.equal(value, before[name]) for name, value in trainer.teacher.state_dict().items())
+    assert all(each.grad is None for each in trainer.teacher.parameters())
+    assert trainer.prompts[0].tolist() == [1.0] * 3 and trainer.loose[0].tolist() == [1.0] * 2
+    assert trainer.mean.tolist() == [0.0] * 3 and trainer.table.tolist() == [0.0] * 4
+    assert trainer.running["mean"].tolist() == [0.0] * 6 and trainer.running["var"].tolist() == [1.0] * 6
+    assert trainer.meter.total == 0 and trainer.meter.held.tensors[0].tolist() == [0.0] * 2
+    assert list(trainer.numbers) == [0] and trainer.bytes == bytearray(2) and trainer.shared.value == 0
+    assert next(trainer.stream) == 0 and next(trainer.counter) == 0 and trainer.tick() == 1
+    assert Keeps.calls_of_the_class == 0 and CALLS == 0 and SEEN == []
+
+
+class Generating(Trainer):
+    """Draws from a generator that a list holds, which cannot be wound back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.generators = (value for value in range(1000)), iter(range(1000))
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        next(self.generators[0])
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_what_cannot_be_put_back_is_named(tmp_path: Path) -> None:
+    report = verify(small(Regression(), tmp_path, points(8), cls=Generating), splits=[2])
+    assert any("cannot be put back" in note and "<genexpr>" in note for note in report.notes), report
+
+
+def popping(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Empties its samples, and shifts their targets in place."""
+    labels = torch.stack([row.pop("labels").add_(1.0) for row in rows])
+    return {"x": torch.stack([row.pop("x") for row in rows]), "labels": labels}
+
+
+@pytest.mark.slow
+def test_a_collator_that_changes_its_samples_gets_them_anew(tmp_path: Path) -> None:
+    samples = points(8)
+    trainer = small(Regression(), tmp_path, samples)
+    trainer.data_collator = popping
+    wanted = torch.stack([each["labels"] for each in samples])
+    report = verify(trainer)
+    assert report.verdict.kind is Kind.EXACT, report
+    assert torch.equal(torch.stack([each["labels"] for each in samples]), wanted)
+
+
+def losses(trainer: Any) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Draws:
+    """A collator with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        x = torch.stack([row["x"] for row in rows])
+        return {
+            "x": x + torch.randn(x.shape, generator=self.generator),
+            "labels": torch.stack([row["labels"] for row in rows]),
+        }
+
+
+class Normalises(Regression):
+    """Changes its parameters in its forward: scaled to norm one in place, and one that follows another."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.first.weight.div_(self.first.weight.norm())
+            self.last.bias.data = self.last.bias.data * 0.9
+            self.last.weight.data.mul_(0.99)
+        return super().forward(x, labels)
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.seen = [0]
+        self.last: dict[str, float] = {}
+
+
+class Notesed(Trainer):
+    """Counts on objects of its own."""
+
+    counted: Notes
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.counted.seen[0] += 1
+        self.counted.last["loss"] = 1.0
+        return super().compute_loss(*args, **kwargs)
+
+
+def plain(output: Path) -> Any:
+    return small(Regression(), output, points(24), max_steps=3)
+
+
+def with_collator(output: Path) -> Any:
+    trainer = plain(output)
+    trainer.data_collator = Draws()
+    return trainer
+
+
+def with_sampler(output: Path) -> Any:
+    trainer = plain(output)
+    sampler = torch.utils.data.RandomSampler(points(24), generator=torch.Generator().manual_seed(7))
+    trainer._get_train_sampler = lambda *_: sampler
+    return trainer
+
+
+def with_loader(output: Path) -> Any:
+    """A dataloader of the user's own, which is the same each time."""
+    trainer = plain(output)
+    generator = torch.Generator().manual_seed(7)
+    loader = torch.utils.data.DataLoader(
+        points(24), batch_size=2, shuffle=True, generator=generator, collate_fn=trainer.data_collator
+    )
+    trainer.get_train_dataloader = lambda: loader
+    return trainer
+
+
+def with_cached_loader(output: Path) -> Any:
+    trainer = plain(output)
+    loader = Trainer.get_train_dataloader(trainer)
+    trainer.get_train_dataloader = lambda: loader
+    return trainer
+
+
+def changing(output: Path) -> Any:
+    return small(Normalises(), output, points(24), max_steps=3)
+
+
+def metered(output: Path) -> Any:
+    trainer = small(Regression(), output, points(24), cls=Notesed, max_steps=3)
+    trainer.counted = Notes()
+    return trainer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "made",
+    [with_collator, with_sampler, with_loader, with_cached_loader, changing, metered],
+    ids=lambda made: made.__name__,
+)
+def test_the_training_that_follows_is_the_one_without_it(made: Callable[[Path], Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    wanted = losses(made(tmp_path))
+    torch.manual_seed(0)
+    trainer = made(tmp_path)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    storages = [parameter.data_ptr() for parameter in trainer.model.parameters()]
+    verify(trainer)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert [parameter.data_ptr() for parameter in trainer.model.parameters()] == storages
+    if hasattr(trainer, "counted"):
+        assert trainer.counted.seen == [0] and trainer.counted.last == {}
+    assert losses(trainer) == wanted
+
+
+QUEUE: Any = SimpleQueue()
+
+
+class Queued(torch.utils.data.IterableDataset[Any]):
+    """A stream from a queue, wherever it keeps it."""
+
+    def __init__(self, kept: str) -> None:
+        while not QUEUE.empty():
+            QUEUE.get()
+        for each in points(60):
+            QUEUE.put(each)
+        self.source: Any = {
+            "nested": {"queues": [QUEUE]},
+            "closure": (lambda queue: lambda: queue.get())(QUEUE),
+            "object": SimpleNamespace(inner=SimpleNamespace(rest=iter(points(60)))),
+            "global": None,
+        }[kept]
+
+    def __iter__(self) -> Iterator[Any]:
+        while not QUEUE.empty():
+            yield QUEUE.get()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["nested", "closure", "object", "global"])
+def test_a_stream_from_a_queue_loses_nothing(kept: str, tmp_path: Path) -> None:
+    report = verify(small(Regression(), tmp_path, Queued(kept), max_steps=2))
+    assert report.verdict.kind is Kind.COULD_NOT_TELL and "cannot be rewound" in report.verdict.words
+    assert QUEUE.qsize() == 60

@@ -1,0 +1,627 @@
+"""What verify() answers where an answer is hard to give: never "exact" without grounds, never a bare error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset, load_dataset
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from hf_accum_fix import OptionsError, verify
+from hf_accum_fix.testing import assert_invariant
+from hf_accum_fix.verification.report import Kind
+from tests.numerics.heads import before
+from tests.trainings import computing
+from tests.verify.trainers import Contrastive, Regression, points, small
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gloo.*")
+
+Make = Callable[[Path], Any]
+
+
+def of(model: Callable[[], nn.Module], samples: Any = None, **given: Any) -> Make:
+    """A trainer of eight samples, or of these."""
+    return lambda output: small(model(), output, points(8) if samples is None else samples, **given)
+
+
+def in_float32(times: float = 1.0) -> list[Any]:
+    return [{name: value.float() * times for name, value in each.items()} for each in points(8)]
+
+
+# --- models and trainers --------------------------------------------------------------------------------------------
+
+
+def tokens(counts: Sequence[int], width: int = 6) -> list[dict[str, Tensor]]:
+    """Samples of `width` tokens, so many of them with a target."""
+    g = torch.Generator().manual_seed(5)
+    samples = []
+    for count in counts:
+        labels = torch.randint(0, 7, (width,), generator=g)
+        labels[count:] = -100
+        samples.append({"x": torch.randn(width, 4, generator=g), "labels": labels})
+    return samples
+
+
+RAGGED = (6, 1, 5, 2, 1, 6, 3, 1)
+
+
+class Tagger(nn.Module):
+    """A mean over targets, or their sum divided by the number, plus a penalty that is a mean over all tokens."""
+
+    def __init__(self, *, penalty: float = 0.0, by_number: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 7)
+        self.penalty, self.by_number = penalty, by_number
+        self.accepts_loss_kwargs = by_number
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(x)
+        summed = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        number = (labels != -100).sum() if num_items_in_batch is None or not self.by_number else num_items_in_batch
+        return {"loss": summed / number + self.penalty * logits.logsumexp(-1).square().mean(), "logits": logits}
+
+
+class Pairs(Regression):
+    """The first half of a batch is preferred to the second."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.last(torch.tanh(self.first(x)))[:, 0]
+        half = len(scores) // 2 or 1
+        return {"loss": -nn.functional.logsigmoid(scores[:half] - scores[-half:]).mean(), "logits": scores}
+
+
+class Mixup(Regression):
+    """Mixes the samples of a batch at random, from three on."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if len(x) > 2:
+            x = torch.lerp(x, x[torch.randperm(len(x))], 0.4)
+        return super().forward(x, labels)
+
+
+class Rarely(Regression):
+    """Leaves its hidden layer out at times: by a rate that no module holds, by one of its configuration, or neither."""
+
+    def __init__(self, rate: float = 0.0, configured: float = 0.0) -> None:
+        super().__init__()
+        self.rare, self.config = rate, SimpleNamespace(layerdrop=configured)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        skipped = float(torch.rand(())) < max(self.rare, self.config.layerdrop)
+        return super().forward(torch.zeros_like(x) if skipped else x, labels)
+
+
+class OwnNoise(Regression):
+    """Noise of a generator that no seed reaches."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if not hasattr(self, "generator"):
+            self.generator = torch.Generator().manual_seed(1)
+        return super().forward(x + 0.5 * torch.randn(x.shape, generator=self.generator), labels)
+
+
+def noisy_gradients() -> nn.Module:
+    model = Regression()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad + torch.randn_like(grad))
+    return model
+
+
+class Half(Regression):
+    """In bfloat16, whatever type the collator makes of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.last(torch.tanh(self.first(x.bfloat16())))[:, 0]
+        return {"loss": (logits.float() - labels.float()).square().mean(), "logits": logits}
+
+
+class Rewindable(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(points(20))
+
+
+class OneWay(torch.utils.data.IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.rest = iter(points(20))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rest
+
+
+class Groups(Regression):
+    """One query and its three passages a sample; the first passage is the right one."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.last(torch.tanh(self.first(x)))[:, 0].view(len(labels), -1)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def passages() -> list[Any]:
+    drawn = points(24)
+    return [{"passages": [each["x"] for each in drawn[at : at + 3]]} for at in range(0, 24, 3)]
+
+
+def flattened(samples: list[Any]) -> dict[str, Tensor]:
+    x = torch.stack([each for sample in samples for each in sample["passages"]])
+    return {"x": x, "labels": torch.zeros(len(samples), dtype=torch.long)}
+
+
+def noisy(samples: list[Any]) -> dict[str, Tensor]:
+    batch = flattened(samples)
+    return {**batch, "x": batch["x"] + torch.randn_like(batch["x"])}
+
+
+class Flattening:
+    """A loader that collates by itself, and whose collate_fn is None."""
+
+    collate_fn = None
+
+    def __init__(self, per_batch: int) -> None:
+        self.per_batch = per_batch
+
+    def __len__(self) -> int:
+        return 8 // self.per_batch
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = passages()
+        for at in range(0, 8, self.per_batch):
+            yield flattened(drawn[at : at + self.per_batch])
+
+
+class NoOutputs(Trainer):
+    """As the trainers of TRL that sample: no outputs."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        if return_outputs:
+            raise ValueError("The GRPOTrainer does not support returning outputs")
+        return model(**inputs)["loss"]
+
+
+class Bare(Trainer):
+    """Knows nothing of outputs."""
+
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        return model(**inputs)["loss"]
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.last = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.last(self.words(x).mean(1))[:, 0]
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
+
+
+class Scaled(Regression):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = super().forward(x, labels)
+        return {**found, "loss": found["loss"] * self.factor}
+
+
+def times(factor: Callable[[Any], float]) -> type:
+    """Scales the base's loss by what is made of the trainer."""
+
+    class Times(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            found, by = super().compute_loss(*args, **kwargs), factor(self)
+            return (found[0] * by, found[1]) if isinstance(found, tuple) else found * by
+
+    return Times
+
+
+def steps_of(trainer: Any) -> int:
+    return trainer.args.gradient_accumulation_steps
+
+
+TimesG = times(steps_of)
+#: Its sums over a window leave the range of float32, which the full batch does not.
+OverflowsInAWindow = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else 3e37)
+#: Right in its first step.
+Later = times(lambda trainer: steps_of(trainer) if trainer.state.global_step > 0 and trainer.is_in_train else 1)
+
+
+class Counts(Trainer):
+    """Weighs its loss by the calls that it counts."""
+
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.calls += 1
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss / self.calls
+        return (loss, outputs) if return_outputs else loss
+
+
+class TimesThirteenTenths(Trainer):
+    """Scales its gradients after every micro-batch."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        for parameter in self.model.parameters():
+            parameter.grad.mul_(1.3)
+        return loss
+
+
+class WithoutCollator(Trainer):
+    """Its loader collates."""
+
+    def get_train_dataloader(self) -> Any:
+        return Flattening(2)
+
+
+# --- the verdict on stock, its words, and the verdict on apply() ----------------------------------------------------
+
+#: Of a split that is off, one is given.
+REASONS = ("off, relative error", "no split can equal", "overflow")
+OFF, EXACT, UNKNOWN = Kind.OFF, Kind.EXACT, Kind.COULD_NOT_TELL
+SLOW = pytest.mark.slow
+SPARSE_SAMPLES = [{"x": torch.arange(3) + place % 6, "labels": torch.tensor(float(place))} for place in range(8)]
+
+
+def row(
+    name: str,
+    make: Make,
+    kind: Kind,
+    *words: str,
+    fixed: Kind | None = None,
+    absent: str = "",
+    marks: Any = (),
+    **how: Any,
+) -> Any:
+    """``words`` are in the verdict, ``absent`` is not; ``fixed``: the verdict on apply()."""
+    return pytest.param(make, how, kind, words, absent, fixed, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "kind", "words", "absent", "fixed"),
+    [
+        row("batch norm", of(lambda: Regression(batch_norm=True)), OFF, "BatchNorm in training mode (norm)",
+            "no split can equal", fixed=OFF, splits=[2, 8]),
+        row("in-batch negatives", of(Contrastive), OFF, "in-batch negatives", "no split can equal the full batch",
+            fixed=OFF, splits=[2, 8]),
+        row("no labels", of(Regression, [{"x": each["x"]} for each in points(8)]), UNKNOWN, "without a loss"),
+        row("nothing to train", of(lambda: Regression().requires_grad_(False)), UNKNOWN, "trainable"),
+        # Two, two and one: the stock Trainer weighs the last one as much as the two before.
+        row("fewer than a batch", of(Regression, points(5)), OFF, fixed=EXACT),
+        # A gradient of zero is no proof.
+        row("zero", of(lambda: Scaled(0.0)), UNKNOWN, "zero"),
+        row("zero times G", of(lambda: Scaled(0.0), cls=TimesG), UNKNOWN, "zero"),
+        *(
+            row(f"overflow of {factor}", of(lambda by=factor: Scaled(by).float(), in_float32()), UNKNOWN, "overflow",
+                splits=[1, 2])
+            for factor in (1e39, float("nan"))
+        ),
+        row("overflow of a split", of(lambda: Regression().float(), in_float32(1e3), cls=OverflowsInAWindow), OFF,
+            "overflow", splits=[1], with_apply=False),
+        row("calls counted", of(Regression, cls=Counts), UNKNOWN, "Counts.calls", absent="random"),
+        row("pairs", of(Pairs), OFF, "no split can equal", marks=SLOW),
+        row("noisy gradients", of(noisy_gradients), UNKNOWN, "random", marks=SLOW),
+        row("mixup", of(Mixup), UNKNOWN, "random", marks=SLOW),
+        row("rare noise", of(lambda: Rarely(0.1)), UNKNOWN, "random", marks=SLOW),
+        row("own generator", of(OwnNoise), UNKNOWN, "random", marks=SLOW),
+        *(
+            row(f"z {size}", of(lambda by=size: Tagger(penalty=by, by_number=True), tokens(RAGGED)), OFF,
+                "off by", marks=SLOW)
+            for size in (1e-1, 1e-2, 1e-3)
+        ),
+        row("gradients scaled", of(Half, cls=TimesThirteenTenths), OFF, absent="rounding", marks=SLOW),
+    ],
+)  # fmt: skip
+def test_what_is_not_exact_is_named(
+    make: Make,
+    how: dict[str, Any],
+    kind: Kind,
+    words: tuple[str, ...],
+    absent: str,
+    fixed: Kind | None,
+    tmp_path: Path,
+) -> None:
+    report = verify(make(tmp_path), **how)
+    assert report.verdict.kind is kind and all(each in report.verdict.words for each in words), report
+    for each in report.results:
+        assert each.verdict.kind is not EXACT or (each.error is not None and each.error < 1e-5), each
+        assert each.verdict.kind is not OFF or any(reason in each.verdict.words for reason in REASONS), each
+    if fixed is not None:
+        assert report.verdict_of("apply()").kind is fixed, report
+    if fixed is OFF:
+        assert all(each in report.verdict_of("apply()").words for each in words)
+    assert not absent or absent not in report.verdict.words
+
+
+EXACT_ONES: dict[str, tuple[Make, list[int], dict[str, Any]]] = {
+    "a stream that starts anew": (lambda output: small(Regression(), output, Rewindable(), max_steps=2), [2, 8], {}),
+    "grouped rows": (of(Groups, passages(), data_collator=flattened), [1, 2, 8], {}),
+    "grouped rows, random": (of(Groups, passages(), data_collator=noisy), [1, 2, 8], {}),
+    "grouped rows of a loader without collate_fn": (of(Groups, passages(), cls=WithoutCollator), [1, 2, 8], {}),
+    "no outputs": (of(Regression, cls=NoOutputs), [2, 8], {}),
+    "knows no outputs": (of(Regression, cls=Bare), [2, 8], {}),
+    "sparse": (of(Sparse, SPARSE_SAMPLES, max_grad_norm=0.0), [2, 8], {"reference": "full"}),
+    "sparse, streamed": (of(Sparse, SPARSE_SAMPLES, max_grad_norm=0.0), [2, 8], {"reference": "streamed"}),
+    # A right gradient is right whatever its size.
+    **{
+        f"times {factor}": (of(lambda by=factor: Scaled(by).float(), in_float32()), [1, 2], {})
+        for factor in (1e30, 1e-30, 1e36)
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXACT_ONES)
+def test_what_users_bring_is_verified(name: str, tmp_path: Path) -> None:
+    make, splits, how = EXACT_ONES[name]
+    report = verify(make(tmp_path), splits=splits, **how)
+    assert report.verdict.kind is report.verdict_of("apply()").kind is EXACT and report.samples == (8,), report
+
+
+# --- what needs a test of its own -----------------------------------------------------------------------------------
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for each in points(24):
+        yield {"x": each["x"].tolist(), "labels": float(each["labels"])}
+
+
+def streaming(folder: Path) -> Any:
+    Dataset.from_list(list(rows())).to_json(str(folder / "data.jsonl"))
+    return load_dataset("json", data_files=str(folder / "data.jsonl"), streaming=True, split="train")
+
+
+STREAMS: dict[str, Callable[[Path], Any]] = {
+    "streaming": streaming,
+    "to_iterable_dataset": lambda _: Dataset.from_list(list(rows())).to_iterable_dataset(num_shards=2),
+    "from_generator": lambda _: IterableDataset.from_generator(rows),
+    "shuffle": lambda folder: streaming(folder).shuffle(seed=3, buffer_size=5),
+    "map": lambda folder: streaming(folder).map(lambda row: {"labels": row["labels"] * 2}),
+    "take": lambda folder: streaming(folder).take(12),
+    "filter and skip": lambda folder: streaming(folder).filter(lambda row: row["labels"] > -3).skip(1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_of_datasets_is_verified(name: str, tmp_path: Path) -> None:
+    stream = STREAMS[name](tmp_path)
+    wanted = list(stream)
+    model = Regression().float()
+    report = verify(small(model, tmp_path, stream.with_format("torch"), max_steps=2), splits=[2, 8])
+    assert report.verdict_of("apply()").kind is Kind.EXACT and report.samples == (8,), report
+    assert list(stream) == wanted
+
+
+def test_a_stream_that_cannot_is_refused_untouched_or_given_its_own_sample(tmp_path: Path) -> None:
+    stream = OneWay()
+    trainer = small(Regression(), tmp_path, stream, max_steps=2)
+    refused = verify(trainer)
+    assert (
+        refused.verdict.kind is Kind.COULD_NOT_TELL
+        and "pass some of its samples: samples=[...]" in refused.verdict.words
+    )
+    assert verify(trainer, [2, 8], samples=points(8)).verdict.kind is Kind.EXACT
+    assert len(list(stream.rest)) == 20
+
+
+def test_fewer_samples_than_a_global_batch_are_noted(tmp_path: Path) -> None:
+    report = verify(small(Regression(), tmp_path, points(5)))
+    assert report.samples == (5,)
+    assert any("5 samples" in note and "fewer than the 8 requested" in note for note in report.notes)
+
+
+def test_one_sample(tmp_path: Path) -> None:
+    report = verify(small(Regression(), tmp_path, points(1)))
+    assert report.verdict.kind is Kind.EXACT and {each.split for each in report.results} == {"1 x 1"}
+
+
+def test_a_loss_that_is_random_with_dropout_off(tmp_path: Path) -> None:
+    report = verify(small(Regression(noise=0.5), tmp_path, points(8)))
+    assert report.verdict.kind is Kind.COULD_NOT_TELL and "the loss is random" in report.verdict.words
+    assert not report.results
+
+
+def test_dropout_alone_is_turned_off_and_noted(tmp_path: Path) -> None:
+    report = verify(small(Regression(dropout=0.5), tmp_path, points(8)), splits=[2, 8])
+    assert report.verdict.kind is Kind.EXACT and "dropout was turned off for the comparison" in report.notes
+
+
+def test_data_parallel(tmp_path: Path) -> None:
+    trainer = small(Regression(), tmp_path, points(8))
+    trainer.args._n_gpu = 2
+    report = verify(trainer)
+    assert report.verdict.kind is Kind.COULD_NOT_TELL and "DataParallel" in report.verdict.words
+
+
+def test_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = small(Regression(), tmp_path, points(8))
+    monkeypatch.setattr("hf_accum_fix.verification.verify.data_ranks", lambda _: 0)
+    report = verify(trainer)
+    assert report.verdict.kind is Kind.COULD_NOT_TELL and "tensor-parallel" in report.verdict.words
+
+
+def test_no_train_set_is_a_sentence(tmp_path: Path) -> None:
+    trainer = small(Regression(), tmp_path, None)
+    report = verify(trainer)
+    assert report.verdict.kind is Kind.COULD_NOT_TELL and "train_dataset" in report.verdict.words
+    assert verify(trainer, [2, 8], samples=points(8)).verdict_of("apply()").kind is Kind.EXACT
+
+
+@pytest.mark.parametrize("splits", [[(1000, 1000)], [(9, 1)], [9], [(4, 1)], [(0, 8)]])
+def test_a_split_that_does_not_fit_is_an_error(splits: Any, tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match="8 samples"):
+        verify(small(Regression(), tmp_path, points(8)), splits=splits)
+
+
+@pytest.mark.slow
+def test_a_rate_of_layerdrop_in_the_configuration_is_turned_off_and_comes_back(tmp_path: Path) -> None:
+    model = Rarely(configured=0.5)
+    report = verify(small(model, tmp_path, points(8)))
+    assert report.verdict.kind is Kind.EXACT and model.config.layerdrop == 0.5
+    assert any("random numbers" in note for note in report.notes), report.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["full", "streamed"])
+def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(reference: str, tmp_path: Path) -> None:
+    """Its own floor is one forward's: what 256 sums in bfloat16 lose is off, and is called by its name."""
+    samples = [{**each, "labels": each["labels"] + 4} for each in points(256)]
+    trainer = small(Half(), tmp_path, samples, per_device=1, accumulate=256)
+    report = verify(trainer, splits=[1, 64], reference=reference)
+    many, few = report.of("stock")
+    assert many.error is not None and many.error > report.tolerance
+    assert many.verdict.kind is Kind.OFF and "bfloat16" in many.verdict.words
+    assert few.verdict.kind is Kind.EXACT and few.error is not None and few.error < 0.01
+    assert report.tolerance < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.3, 17 / 16, 2.0], ids=str)
+def test_the_least_factor_is_detected_in_half_precision(factor: float, tmp_path: Path) -> None:
+    scaled = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else factor)
+    trainer = small(Half(), tmp_path, points(16), cls=scaled, per_device=1, accumulate=16)
+    report = verify(trainer, splits=[1], with_apply=False)
+    assert report.verdict.kind is not Kind.EXACT, report
+
+
+@pytest.mark.slow
+def test_uniform_counts_are_no_proof_of_weights(tmp_path: Path) -> None:
+    """Two windows of samples with six targets each, then ragged ones, which are looked for."""
+    samples = tokens((6,) * 16 + RAGGED * 2)
+    trainer = small(Tagger(), tmp_path, samples)
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
+    report = verify(trainer, splits=[1, 2])
+    assert {each.window for each in report.results} == {0, 1}
+    assert report.verdict.kind is Kind.OFF and report.verdict_of("apply()").kind is Kind.EXACT
+
+
+@pytest.mark.slow
+def test_only_uniform_counts_are_noted(tmp_path: Path) -> None:
+    report = verify(small(Tagger(), tmp_path, tokens((6,) * 24)), splits=[1, 2])
+    assert report.verdict.kind is Kind.EXACT and any("weigh" in note for note in report.notes), report.notes
+
+
+@pytest.mark.slow
+def test_a_later_step_on_request(tmp_path: Path) -> None:
+    trainer = small(Regression(), tmp_path, points(8), cls=Later)
+    assert verify(trainer, with_apply=False).verdict.kind is Kind.EXACT
+    for step in (1, 1000):
+        report = verify(trainer, with_apply=False, step=step)
+        assert report.verdict.kind is Kind.OFF and "G times" in report.verdict.words
+    assert trainer.state.global_step == 0
+
+
+def reads_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    """Divides the regularisation by the micro-batches of the window, which only a loop notes."""
+    outputs = model(**inputs)
+    return outputs["loss"] / trainer.current_gradient_accumulation_steps, outputs
+
+
+def needs_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    logits = model(**inputs)["logits"]
+    summed = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+    return summed / number, logits
+
+
+@pytest.mark.slow
+def test_a_loss_that_reads_the_length_of_the_window(tmp_path: Path) -> None:
+    report = verify(small(Regression(), tmp_path, points(8), cls=computing(reads_steps, Trainer)), with_apply=False)
+    assert report.verdict.kind in (Kind.EXACT, Kind.OFF) and report.results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_number", [True, False])
+def test_a_loss_that_cannot_do_without_the_number(by_number: bool, tmp_path: Path) -> None:
+    report = verify(small(Tagger(by_number=by_number), tmp_path, tokens(RAGGED), cls=computing(needs_number, Trainer)))
+    # For a head that declares no number stock passes None, and so do we: neither trains it.
+    wanted = Kind.EXACT if by_number else Kind.COULD_NOT_TELL
+    assert [each.verdict.kind for each in report.of("apply()")] == [wanted] * 4, report
+    assert {each.verdict.kind for each in report.of("stock")} == {wanted}
+
+
+class Quarter(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs["loss"] / 4, outputs) if return_outputs else outputs["loss"] / 4
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(model)
+
+
+@pytest.mark.slow
+def test_what_is_not_verified_is_noted(tmp_path: Path) -> None:
+    class Changes(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("no callback is run")
+
+    trainer = small(Regression(), tmp_path, points(8), cls=Quarter)
+    trainer.add_callback(Changes())
+    notes = "\n".join(verify(trainer, splits=[2], with_apply=False).notes)
+    for words in ("Changes.on_pre_optimizer_step", "Quarter._clip_grad_norm", "0.25 times"):
+        assert words in notes
+
+
+class WrongLog(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs) * 4
+
+
+@pytest.mark.slow
+def test_a_wrong_log_over_a_right_gradient_is_reported(tmp_path: Path) -> None:
+    verdict = verify(small(Regression(), tmp_path, points(8), cls=WrongLog), with_apply=False).verdict
+    assert verdict.kind is Kind.EXACT and "logged loss is 4 times" in verdict.words
+
+
+# --- the first line -------------------------------------------------------------------------------------------------
+
+
+class Inflated(Regression):
+    """Takes any keyword and drops the number: G times in the releases since 4.46."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
+        return super().forward(x, labels)
+
+
+RELEASE = pytest.mark.skipif(
+    before("4.46") or (before("5.6") and not before("5.2")), reason="stock trains this head at another factor"
+)
+
+
+@RELEASE
+def test_the_first_line_is_about_the_users_own_split(tmp_path: Path) -> None:
+    report = verify(small(Inflated(), tmp_path, points(8)))
+    first, *rest = str(report).splitlines()
+    assert first.startswith("4x too large at your 2 x 4 (G times)") and first.endswith("apply() makes it exact"), first
+    assert not report.ok and not report
+    also = next(line for line in rest if line.startswith("also looked at"))
+    assert "1 x 8" in also and "8x too large" in also
+
+
+@RELEASE
+def test_the_other_splits_do_not_decide(tmp_path: Path) -> None:
+    report = verify(small(Inflated(), tmp_path, points(8), per_device=8, accumulate=1))
+    assert report.ok and report and report.verdict.words == "exact at your 8 x 1"
+    lines = str(report).splitlines()
+    assert lines[0].startswith("exact at your 8 x 1")
+    assert any(line.startswith("also looked at: 8x too large at 1 x 8") for line in lines)
+    assert report.verdict_of("stock").kind is Kind.OFF
+    with pytest.raises(AssertionError, match="off, relative error"):
+        assert_invariant(small(Inflated(), tmp_path, points(8), per_device=8, accumulate=1))
+
+
+def test_could_not_tell_is_not_ok(tmp_path: Path) -> None:
+    report = verify(small(Scaled(0.0), tmp_path, points(8)))
+    assert not report.ok and str(report).splitlines()[0].startswith("could not tell")
