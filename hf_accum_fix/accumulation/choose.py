@@ -62,8 +62,8 @@ class Choice:
         # After a failure the splits of one kind are judged together, by `_of_one_kind`; so are those of weights.
         together = self.failure is not None or (latest.weighted and _may_be_the_split(latest))
         is_same_kind = together and bool(split.kind) and split.kind == self._kind
-        found = latest if is_same_kind else _better(self.found, latest, split, has_stock=self.has_stock)
-        if found is latest or self.whole is None:
+        found = latest if is_same_kind or self.found is None else _better(self.found, latest, split, self.has_stock)
+        if self.found is None or found.terms == latest.terms:
             self.whole, self._kind = whole, split.kind
         self.found = found
         # If a split failed, one of another kind may look clear by chance; weights may be statistics of the batch.
@@ -112,10 +112,8 @@ def _of_one_kind(
     return latest, whole
 
 
-def _better(found: LossContract | None, latest: LossContract, split: Split, *, has_stock: bool) -> LossContract:
+def _better(found: LossContract, latest: LossContract, split: Split, has_stock: bool) -> LossContract:
     """The better of two contracts, from one more split of the samples; ``has_stock`` as in `Setting`."""
-    if found is None:
-        return latest
     if found.unseen and latest.conclusive and not latest.unseen and split.apart:
         return latest
     if found.unseen or (found.is_guess and not latest.conclusive):
