@@ -93,6 +93,11 @@ class LoopHost(Host):
         return int(self.accelerator.gradient_accumulation_steps)
 
     @property
+    def readable(self) -> bool:
+        # A loss of one term is corrected without reading.
+        return self.on_cpu and any(len(each.terms) > 1 for each in self.state.contracts)
+
+    @property
     def corrects_alone(self) -> bool:
         # A loop has no log at which to read; several ranks would need one more collective.
         return self.contract is not None and self.contract.is_read

@@ -82,6 +82,9 @@ class Choice:
         found = self.found
         for each in self._seen:
             found = found.fitting_as_well(each)
+        # Of some samples the loss was zero, or not finite: another window may show more.
+        is_blank = any(not each.conclusive and each.reason != NO_TARGET_SEEN for each in self._seen)
+        found = replace(found, unseen=found.unseen or (found.conclusive and is_blank))
         # If rows belong together, that was the cause.
         if self._open and found.exact and self._kind in ("narrowed", "rows"):
             found = replace(found, doubt=_OF_ONE)

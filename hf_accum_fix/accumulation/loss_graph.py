@@ -432,8 +432,8 @@ def _is_layer(node: Any) -> bool:
 
 def _has_weights(node: Any) -> bool:
     """Whether a node multiplies a tensor by another one without gradient."""
-    if any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight")):
-        return not _is_layer(node)
+    if hasattr(node, "_saved_reduction"):
+        return any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight"))
     if not type(node).__name__.startswith(("MulBackward", "DivBackward")):
         return False
     try:
