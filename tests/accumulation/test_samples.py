@@ -221,3 +221,17 @@ def test_position_ids_of_three_axes_have_their_samples_second() -> None:
     positions = torch.arange(5).expand(3, 1, 5)
     (twice, *_), *_ = splits([{**tokens(3), "position_ids": positions}])
     assert twice["position_ids"].shape == (3, 2, 5) and twice["labels"].shape == (2, 5)
+
+
+def test_targets_of_another_sequence_stay_as_wide_as_they_are() -> None:
+    """The source and the targets of two rows may be as wide as one another by chance (T5)."""
+    batch = {**attended(2, 4), "labels": torch.tensor([[7, 7, 7, 7], [7, 7, -100, -100]])}
+    narrowed = [split.one for split in splits([batch]) if split.narrowed]
+    assert [each["labels"].shape[1] for each in narrowed] == [4, 4] and narrowed[0]["input_ids"].shape[1] == 2
+
+
+def test_micro_batches_are_joined_on_the_side_where_they_are_padded() -> None:
+    left = {key: value.flip(1) for key, value in attended(2, 4).items()}
+    [joined] = [split.whole for split in splits([left, attended(3, 3)]) if split.kind == "merged"]
+    mask = joined["attention_mask"]
+    assert len(mask) == 4 and bool(mask[:, -1].all()) and not bool(mask[:, 0].all())

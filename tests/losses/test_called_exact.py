@@ -774,6 +774,12 @@ def summed(s: Seen) -> Tensor:
     return s.each_token[0].sum()
 
 
+def of_one_class(s: Seen) -> Tensor:
+    """Of no sample of some micro-batches."""
+    its = s.batch["kind"] == 1
+    return (s.each_class * its).sum() / its.sum().clamp(min=1)
+
+
 PUBLIC_EXACT = [
     public("sum-over-the-batch-size", lambda t, s, n: s.each_class.sum() / size(t), lambda s, _: s.classes),
     public(
@@ -788,6 +794,7 @@ PUBLIC_EXACT = [
     ),
     public("over-the-mean-number", lambda t, s, n: summed(s) / (n / steps(t)) / steps(t), lambda s, _: s.tokens),
     public("tags-beside-classes", lambda t, s, n: tagged(s) + s.classes),
+    public("of-one-class", lambda t, s, n: of_one_class(s), cuts=((4, 2),)),
     public("a-vector-of-one", lambda t, s, n: s.tokens.unsqueeze(0).mean()),
     Case(
         "few-targets-at-first",
@@ -881,6 +888,19 @@ def with_backward(trainer: Any, s: Seen, number: Any) -> Tensor:
     return s.classes
 
 
+def over_greatest(s: Seen) -> Tensor:
+    """Weights over the greatest of the batch, which most micro-batches hold."""
+    weights = 1.0 + s.batch["kind"] % 2
+    return (s.each_class * weights / weights.max()).mean()
+
+
+def over_last(trainer: Any, s: Seen, number: Any) -> Tensor:
+    """Over the value before, from a list."""
+    before = trainer.__dict__.setdefault("losses_before", [2.0])
+    before.append(float(s.tokens.detach()))
+    return s.tokens / before[-2]
+
+
 SAID = [
     # At G = 2 a half may be the trainer's own division, beside the batch size too.
     public(
@@ -898,6 +918,10 @@ SAID = [
     public("hardest-third", lambda t, s, n: hardest(s), cuts=((2, 4), (1, 8))),
     public("over-its-first-value", over_first, lambda s, _: s.tokens / s.tokens.detach(), 1),
     public("spike-guard", lambda t, s, n: guarded(s)),
+    public("weights-over-the-greatest", lambda t, s, n: over_greatest(s)),
+    public("over-the-value-before", over_last, lambda s, _: s.tokens / s.tokens.detach(), 1),
+    public("stacked-dot", lambda t, s, n: torch.dot(torch.tensor([0.3, 0.7]).double(), s.stack)),
+    public("a-mean-times-its-batch", lambda t, s, n: s.tokens * len(s.logits)),
     public("backward-in-compute-loss", with_backward, lambda s, _: 0.5 * s.tokens + s.classes),
 ]
 
@@ -915,6 +939,10 @@ EXACT_OR_SAID = [
     *GRADIENTS,
     *EXACT_LATER,
     *HALVED,
+    # A divisor of 1 is one item, or none.
+    public("of-one-class-or-none", lambda t, s, n: of_one_class(s), cuts=((2, 4), (1, 8))),
+    # A model's own, too: padding is a part of the loss.
+    in_forward("own-squares-over-padding", lambda s: s.tokens + s.logits.square().mean(), windows(1)),
     Case("r-drop-of-two-calls", full_r_drop, Dropped, windows(1), computing(two_calls), cuts=((4, 2),)),
 ]
 
