@@ -482,7 +482,8 @@ def _tested_mean(
     listed = bool(rules) and rules[0].entry is not None
     if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], min(tolerance, 1e-5))):
         # A mean times the samples of its batch is near a sum.
-        grows = compared.apart and has_values and _growth([value or 0.0 for value in values], compared)[0]
+        multiplied = any(not whole.term.factors[at].divides for at in candidate.spec.counts)
+        grows = multiplied and compared.apart and has_values and _growth([v or 0.0 for v in values], compared)[0]
         return candidate.judged(f"a factor of {whole.name} {NO_COUNT}", how=How.PLAIN, grows=grows)
     if not whole.term.readable:
         return _unreadable(candidate, compared, tolerance)

@@ -432,12 +432,11 @@ def _is_layer(node: Any) -> bool:
 
 def _has_weights(node: Any) -> bool:
     """Whether a node multiplies a tensor by another one without gradient."""
-    if hasattr(node, "_saved_reduction"):
-        return any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight"))
-    if not type(node).__name__.startswith(("MulBackward", "DivBackward")):
-        return False
+    multiplies = type(node).__name__.startswith(("MulBackward", "DivBackward"))
     try:
-        found = _factor(node)
+        if hasattr(node, "_saved_reduction"):
+            return any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight"))
+        found = _factor(node) if multiplies else None
     except ContractError:
         # A tensor that was not saved, and so no single number.
         return True

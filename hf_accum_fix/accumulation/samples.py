@@ -239,6 +239,24 @@ def _widths(batch: Batch) -> set[tuple[str, int]]:
     return {(key, value.shape[1]) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 2}
 
 
+def unvaried(window: Sequence[Batch], *, values: bool) -> set[str]:
+    """The inputs that are as wide in all micro-batches of a window, so that padding does not show.
+
+    ``values``: also those that are the same number for all samples, of which statistics would not show.
+    """
+    found = set[str]()
+    for key in {key for batch in window for key in batch}:
+        each = [batch[key] for batch in window if isinstance(batch.get(key), Tensor)]
+        if all(value.ndim == 2 for value in each):
+            alike = {value.shape[1] for value in each}
+        elif values and all(value.ndim == 1 for value in each):
+            alike = {number for value in each for number in value.tolist()}
+        else:
+            continue
+        found |= {key} if len(alike) == 1 else set()
+    return found
+
+
 def _divides(batch: Batch, *heights: int) -> bool:
     """Whether a batch can be split by rows: every input has one of these numbers of rows."""
     return all(_is_plain(value) and len(value) in heights for value in _sized(batch))

@@ -10,6 +10,7 @@ from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
+from hf_accum_fix.accumulation.samples import unvaried
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState
@@ -46,6 +47,8 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
     state, alone = host.state, host.data_ranks == 1
     if state.first.contract is None:
         state.tasks, state.without_target = {}, {}
+    if host.hears and any(_varies_now(each, batches) for each in state.losses):
+        state.reconsider()
     held = [state.loss_of(task_of(batch)) for batch in batches]
     is_open = any(not each.is_settled and (each is state.first or not alone or each in held) for each in state.losses)
     # Ranks that meet in every forward cannot observe tasks one by one.
@@ -95,7 +98,20 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
+    values = found.weighted and host.on_cpu
+    loss.unvaried = frozenset(unvaried(_read(batches), values=values) if found.exact else ())
     host.state.take(found, loss)
+
+
+def _varies_now(loss: LossState, batches: Sequence[Any]) -> bool:
+    """Whether an input varies that did not in the window in which a loss was observed."""
+    window = _read(batches)
+    held = {key for batch in window for key in batch} & loss.unvaried if loss.unvaried else set()
+    return bool(held and held - unvaried([{key: batch.get(key) for key in held} for batch in window], values=True))
+
+
+def _read(batches: Sequence[Any]) -> list[Mapping[str, Any]]:
+    return [batch for batch in batches if isinstance(batch, Mapping)]
 
 
 def _add_task(host: Host, task: Task, loss: LossState, window: int) -> None:

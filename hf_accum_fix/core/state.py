@@ -28,12 +28,14 @@ class LossState:
         attempts: windows with targets in which it was observed.
         counts_by_forwards: a window was divided by other items than its rules predicted.
         earlier: contracts that it had before its terms changed.
+        unvaried: the inputs of which the observed window did not show how the loss depends on them.
     """
 
     contract: LossContract | None = None
     attempts: int = 0
     counts_by_forwards: bool = False
     earlier: list[LossContract] = field(default_factory=list)
+    unvaried: frozenset[str] = frozenset()
 
     @property
     def has_target(self) -> bool:

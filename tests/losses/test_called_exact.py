@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -722,7 +723,7 @@ EXACT_LATER = [
 # --- as public code writes them: each once trained wrong --------------------------------------------------------
 
 
-def with_kinds(window: int) -> list[Sample]:
+def with_kinds(window: int, *lengths: int) -> list[Sample]:
     """Texts with a class each and a tag for every third token, whose column is not called a label."""
     return [
         {
@@ -730,7 +731,7 @@ def with_kinds(window: int) -> list[Sample]:
             "kind": torch.tensor((window + row * row) % 4),
             "tags": (sample["input_ids"] % 4).masked_fill(sample["input_ids"] % 3 == 0, -100),
         }
-        for row, sample in enumerate(texts(window))
+        for row, sample in enumerate(texts(window, lengths) if lengths else texts(window))
     ]
 
 
@@ -918,6 +919,16 @@ SAID = [
     public("hardest-third", lambda t, s, n: hardest(s), cuts=((2, 4), (1, 8))),
     public("over-its-first-value", over_first, lambda s, _: s.tokens / s.tokens.detach(), 1),
     public("spike-guard", lambda t, s, n: guarded(s)),
+    # Texts of one length, and of one class, do not show on what it depends.
+    replace(
+        public("padded-later", lambda t, s, n: F.cross_entropy(s.logits.mean(1)[:, :4], s.batch["kind"])),
+        windows=[with_kinds(0, *(12,) * 8), with_kinds(1)],
+        cuts=((4, 2), (2, 4)),
+    ),
+    replace(
+        public("greatest-later", lambda t, s, n: over_greatest(s)),
+        windows=[[{**sample, "kind": torch.tensor(1)} for sample in with_kinds(0)], with_kinds(1)],
+    ),
     public("weights-over-the-greatest", lambda t, s, n: over_greatest(s)),
     public("over-the-value-before", over_last, lambda s, _: s.tokens / s.tokens.detach(), 1),
     public("stacked-dot", lambda t, s, n: torch.dot(torch.tensor([0.3, 0.7]).double(), s.stack)),

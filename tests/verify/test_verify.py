@@ -253,7 +253,7 @@ def test_arguments_that_mean_nothing(how: dict[str, Any], tmp_path: Path) -> Non
 __all__ = ["invariant"]
 
 
-@pytest.mark.skipif(before("5.0"), reason="the stock BERT is wrong since 5.0")
+@CURRENT
 def test_a_wrong_trainer_fails_with_the_report(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"off, relative error .*: G times"):
         assert_invariant(trainer_of("bert-classes", tmp_path))
