@@ -105,9 +105,10 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
 
 def _varies_now(loss: LossState, batches: Sequence[Any]) -> bool:
     """Whether an input varies that did not in the window in which a loss was observed."""
-    window = _read(batches)
-    held = {key for batch in window for key in batch} & loss.unvaried if loss.unvaried else set()
-    return bool(held and held - unvaried([{key: batch.get(key) for key in held} for batch in window], values=True))
+    if not loss.unvaried:
+        return False
+    window = [{key: batch[key] for key in loss.unvaried if key in batch} for batch in _read(batches)]
+    return bool({key for batch in window for key in batch} - unvaried(window, values=True))
 
 
 def _read(batches: Sequence[Any]) -> list[Mapping[str, Any]]:
