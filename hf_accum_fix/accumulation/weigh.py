@@ -390,15 +390,18 @@ class _Weighing:
         """The divisor of a custom mean, which may be clamped to at least 1, and then counts 0 where it is 1."""
         term, seen = found[0], counts.seen
         value = None if len(found) > 1 else _value(term, self.values)
+        is_own = value is not None or (self.alone and not term.path.added)
         hidden = nothing = (self.loss if value is None else value) == 0
         if rule is not None:
             of_rule = torch.as_tensor(counts.predicted, device=self.loss.device)
             # One item can have a loss of zero.
-            hidden, is_own = nothing & (of_rule > 0), value is not None or (self.alone and not term.path.added)
+            hidden = nothing & (of_rule > 0)
             nothing = (nothing & (of_rule != 1)) if is_own else (of_rule == 0) | (nothing & (of_rule != 1))
         readable = on_host(hidden) and on_host(seen)
-        # Without a rule a divisor of at least 1 hides whether there is one item or none.
-        unknown = rule is None and items is None and not (readable and bool(nothing))
+        # Without a rule a divisor of at least 1 hides whether there is one item or none, unless the value tells; a loss
+        # that was changed in place has lost that.
+        is_lost = not is_own and len(found) == 1
+        unknown = rule is None and (is_lost or (items is None and not (readable and bool(nothing))))
         unclear = readable and float(seen) == 1 and (bool(hidden) or unknown)
         dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(self.loss.device)
         seen = torch.as_tensor(seen, dtype=dtype, device=self.loss.device)

@@ -952,6 +952,7 @@ EXACT_OR_SAID = [
     *HALVED,
     # A divisor of 1 is one item, or none.
     public("of-one-class-or-none", lambda t, s, n: of_one_class(s), cuts=((2, 4), (1, 8))),
+    public("of-one-class-changed-in-place", lambda t, s, n: of_one_class(s).add_(s.tokens), cuts=((2, 4), (1, 8))),
     # A model's own, too: padding is a part of the loss.
     in_forward("own-squares-over-padding", lambda s: s.tokens + s.logits.square().mean(), windows(1)),
     Case("r-drop-of-two-calls", full_r_drop, Dropped, windows(1), computing(two_calls), cuts=((4, 2),)),
