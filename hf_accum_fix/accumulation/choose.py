@@ -59,7 +59,8 @@ class Choice:
         if not (split.decides or self.found is None or not _may_be_the_split(self.found)):
             return False
         confirmed = self.found is not None and self.found.is_guess and latest.conclusive
-        # After a failure the splits of one kind are judged together, by `_of_one_kind`; so are those of weights.
+        # After a failure the splits of one kind are judged together, by `_of_one_kind`; so are those that show
+        # coupled samples in a loss with weights.
         together = self.failure is not None or (latest.weighted and _may_be_the_split(latest))
         is_same_kind = together and bool(split.kind) and split.kind == self._kind
         found = latest if is_same_kind or self.found is None else _better(self.found, latest, split, self.has_stock)

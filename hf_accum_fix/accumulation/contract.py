@@ -63,7 +63,7 @@ class TermSpec:
         return (self.shape, self.place, self.how, self.counts)
 
     def with_rules_of(self, other: TermSpec) -> TermSpec:
-        """With those of its rules that the same term of another window has."""
+        """With the rules that the same term also has in another batch."""
         rules = tuple(rule for rule in self.rules if rule in other.rules and is_near(self.times, other.times))
         return replace(self, rules=rules, times=self.times if rules else 1.0)
 

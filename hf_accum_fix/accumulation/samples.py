@@ -170,10 +170,8 @@ def _narrow(part: Batch) -> Batch:
     def cut(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[:2] != mask.shape or key.startswith("decoder"):
             return value
-        is_labels, rest = (
-            "label" in key or has_ignored(value),
-            torch.cat([value[:, : own.start], value[:, own.stop :]], 1),
-        )
+        is_labels = "label" in key or has_ignored(value)
+        rest = torch.cat([value[:, : own.start], value[:, own.stop :]], 1)
         # Labels of another sequence may be as wide by chance.
         return value if is_labels and bool((rest != -100).any()) else value[:, own]
 

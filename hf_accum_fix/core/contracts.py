@@ -99,7 +99,7 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
     values = found.weighted and host.on_cpu
-    loss.unvaried = frozenset(unvaried(_read(batches), values=values) if found.exact else ())
+    loss.unvaried = frozenset(unvaried(_mappings(batches), values=values) if found.exact else ())
     host.state.take(found, loss)
 
 
@@ -107,11 +107,11 @@ def _varies_now(loss: LossState, batches: Sequence[Any]) -> bool:
     """Whether an input varies that did not in the window in which a loss was observed."""
     if not loss.unvaried:
         return False
-    window = [{key: batch[key] for key in loss.unvaried if key in batch} for batch in _read(batches)]
+    window = [{key: batch[key] for key in loss.unvaried if key in batch} for batch in _mappings(batches)]
     return bool({key for batch in window for key in batch} - unvaried(window, values=True))
 
 
-def _read(batches: Sequence[Any]) -> list[Mapping[str, Any]]:
+def _mappings(batches: Sequence[Any]) -> list[Mapping[str, Any]]:
     return [batch for batch in batches if isinstance(batch, Mapping)]
 
 
