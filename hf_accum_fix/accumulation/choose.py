@@ -118,7 +118,7 @@ def _of_one_kind(
 
 def _better(found: LossContract, latest: LossContract, split: Split, has_stock: bool) -> LossContract:
     """The better of two contracts, from one more split of the samples; ``has_stock`` as in `Setting`."""
-    if found.unseen and latest.conclusive and not latest.unseen and split.apart:
+    if (found.unseen or not found.terms) and latest.conclusive and not latest.unseen and split.apart:
         return latest
     if found.unseen or (found.is_guess and not latest.conclusive):
         return _doubted(found, latest.doubt) if latest.doubt.endswith(OTHER_TERMS) else found

@@ -276,7 +276,8 @@ def _nothing_seen(whole: Reading, rules: Sequence[Items], *, hands_number: bool)
     """The contract of a loss that is constant, zero or not finite: it is observed again in the next window."""
     # Another term may have targets of its own.
     shows = any(math.isfinite(each.value) for each in whole.terms if each.value and not each.router)
-    if not shows and not min(float(rule.count(whole.batch)) for rule in rules if rule.keys == rules[0].keys):
+    of_labels = [rule for rule in rules if rule.keys == rules[0].keys and rule.block is None]
+    if not shows and not min(float(rule.count(whole.batch)) for rule in of_labels):
         return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=NO_TARGET_SEEN)
     reason = "the loss of samples with targets is zero, not finite or without gradient"
     return LossContract(Reduction.PLAIN, dtype=whole.dtype, hands_number=hands_number, conclusive=False, reason=reason)

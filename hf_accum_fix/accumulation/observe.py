@@ -109,8 +109,8 @@ class _Observation:
         setting = self.setting
         if self.divides and found.reduction is Reduction.MEAN:
             found = replace(found, reduction=Reduction.NUMBER)
-        elif self.divides and found.reduction is Reduction.PLAIN:
-            # Its kernel divides by the number, so it gets one, as from stock.
+        elif self.divides and found.reduction is Reduction.PLAIN and setting.has_stock:
+            # Its kernel divides by the number, so it gets one, as from stock; loops pass none.
             rule = number_rule(self.whole.batch, window, setting)
             found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=(), hands_number=True)
         doubt = found.doubt
