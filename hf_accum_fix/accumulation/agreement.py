@@ -59,13 +59,11 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
         reason = f"the ranks train different losses ({by_rank})"
         return replace(first, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
     # Where no rule fits on all ranks, every window is corrected.
-    common = [set.intersection(*(set(each.terms[place].rules) for each in pool)) for place in range(len(first.terms))]
-    terms = tuple(
-        replace(term, rules=tuple(rule for rule in term.rules if rule in shared))
-        for term, shared in zip(first.terms, common, strict=True)
-    )
-    of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items in old.rules[:1])
-    items = next((each.rules[0] for each in of_items if each.rules), first.items)
+    terms = first.terms
+    for each in pool[1:]:
+        terms = tuple(mine.with_rules_of(other) for mine, other in zip(terms, each.terms, strict=True))
+    of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
+    items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
     shift = next((each.shift for each in pool if each.shift is not None), None)
     keeps = any(each.keeps_scale for each in pool)

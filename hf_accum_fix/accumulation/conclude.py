@@ -203,7 +203,7 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         return replace(
             found,
             reduction=Reduction.NUMBER if compared.by_number else Reduction.MEAN,
-            items=means[0].rules[0] if means[0].rules else near,
+            items=means[0].rule or near,
             conclusive=means[0].count != 0.0 and all(each.shows for each in tested),
             reason=f"its graph divides {means[0].shape[0]} by them",
         )
@@ -218,7 +218,7 @@ def _all_tested(candidates: Sequence[Candidate], compared: Comparison) -> list[C
     tested: list[Candidate] = []
     for each in candidates:
         # Terms of one loss count the same targets, where that fits.
-        known = [rule for term in tested if term.spec.times == 1.0 for rule in term.spec.rules]
+        known = [rule for term in tested for rule, ratio in term.spec.rules.items() if ratio == 1.0]
         tested.append(_tested(each, compared, known, alone=len(candidates) == 1))
     return tested
 
@@ -245,9 +245,9 @@ def _rules_of_number(
 ) -> tuple[Items, ...]:
     """The rules that count the number: of targets that a term has saved, of another term, or upstream's."""
     by_total = (([seen.total for seen in each.seen], each.seen) for each in numbered)
-    of_terms = [_rules_of(totals, seen, compared)[0] for totals, seen in by_total if totals[0]]
-    fitting = next(filter(None, (*of_terms, *(each.rules for each in means))), ())
-    return upstream_first(fitting, compared.whole.batch, compared.window, compared.setting)
+    of_terms = [_rules_of(totals, seen, compared) for totals, seen in by_total if totals[0]]
+    fitting = next(filter(None, (*of_terms, *(each.rules for each in means))), {})
+    return upstream_first([*fitting], compared.whole.batch, compared.window, compared.setting)
 
 
 def _rests(candidates: Sequence[Candidate], readings: Sequence[Reading]) -> tuple[float, ...]:
@@ -427,7 +427,7 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
     spec, values, whole = candidate.spec, candidate.values, candidate.seen[0]
     has_values = None not in values
     if whole.router:
-        return candidate.judged(how=How.ROUTER, counts=(), rules=())
+        return candidate.judged(how=How.ROUTER, counts=(), rules={})
     if whole.term.learnt and not spec.counts:
         return candidate.judged(how=How.CONSTANT)
     # Random numbers differ between a batch and its parts, so allow for noise.
@@ -460,27 +460,27 @@ def _tested_mean(
     """`_tested` for a term with a factor that is not constant."""
     values, n, batches = candidate.values, candidate.counts, compared.batches
     whole, has_values = candidate.seen[0], None not in values
-    rules, times = _rules_of(n, candidate.seen, compared, known)
-    if whole.is_weighted and not (rules and rules[0].mix):
+    rules = _rules_of(n, candidate.seen, compared, known)
+    if whole.is_weighted and not any(rule.mix for rule in rules):
         # The classes of this batch may weigh alike.
-        rules, times = (), 1.0
+        rules = {}
     if rules and all(is_padded(rule, batches[0]) for rule in rules) and not alone:
-        others, by_class = matching_rules(n, batches, (), known, given=True)
-        if others:
+        if others := matching_rules(n, batches, (), known, given=True):
             # Smoothed labels: as many classes as positions.
+            by_class = next(iter(others.values()))
             doubt = f"{whole.name} is a mean over {by_class:g} classes of its items, or over all positions"
-            return candidate.judged(doubt, rules=others, times=by_class)
+            return candidate.judged(doubt, rules=others)
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         doubt = "" if compared.setting.has_z_loss else doubt
-        return candidate.judged(doubt, how=How.ROUTER, rules=rules[:1], times=times)
+        return candidate.judged(doubt, how=How.ROUTER, rules=rules)
     if not compared.apart and whole.term.readable and (rules or whole.term.divides):
-        return candidate.judged(rules=rules, times=times)
+        return candidate.judged(rules=rules)
     samples, rows = [sample_count(batch) for batch in batches], [each.term.rows for each in candidate.seen]
     if whole.term.rows and any(row * samples[0] != rows[0] * m for row, m in zip(rows, samples, strict=True)):
         doubt = "it is a mean over elements of a sample, not over the samples"
         return candidate.judged(doubt, how=How.PLAIN)
     # Lists of targets divide by at least 1.
-    listed = bool(rules) and rules[0].entry is not None
+    listed = any(rule.entry is not None for rule in rules)
     if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], min(tolerance, 1e-5))):
         # A mean times the samples of its batch is near a sum.
         multiplied = any(not whole.term.factors[at].divides for at in candidate.spec.counts)
@@ -491,10 +491,10 @@ def _tested_mean(
     sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
     if has_values and not _adds_up(sums, tolerance):
         if compared.pads and rules:
-            return candidate.judged(_PADDED, rules=rules, times=times)
+            return candidate.judged(_PADDED, rules=rules)
         # If stock divides it by the number, keep its weight by items.
         keeps = bool(compared.by_number and rules)
-        return candidate.judged(_COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules, times=times)
+        return candidate.judged(_COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules)
     doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
     shared = [
         [each.factors[at] for each in candidate.seen] for at in candidate.spec.counts if at < whole.term.path.above
@@ -502,16 +502,16 @@ def _tested_mean(
     if any(not is_near(a, b + c, 1e-5) for a, b, c in shared):
         # (a + b) / (a + b).detach() may add up where both have as many items.
         doubt = "one number that is no count divides several of its terms"
-    return candidate.judged(doubt, rules=rules, times=times)
+    return candidate.judged(doubt, rules=rules)
 
 
 def _rules_of(
     counts: Sequence[float], seen: Sequence[TermReading], compared: Comparison, known: Sequence[Items] = ()
-) -> tuple[tuple[Items, ...], float]:
+) -> dict[Items, float]:
     """As `matching_rules`; if some count the targets that the leaves have saved, only those."""
     named = [rule for rule in seen[0].named if all(rule in each.named for each in seen)]
-    rules, times = matching_rules(counts, compared.batches, compared.ignored, (*named, *known))
-    return tuple(rule for rule in rules if rule in named) or rules, times
+    rules = matching_rules(counts, compared.batches, compared.ignored, (*named, *known))
+    return {rule: ratio for rule, ratio in rules.items() if rule in named} or rules
 
 
 def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) -> Candidate:
@@ -525,7 +525,7 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
             sums = [(value or 0.0) * count for value, count in zip(values, n, strict=True)]
             if _adds_up(sums, tolerance):
                 doubt = "" if name.startswith(DECLARED) else doubt
-                return candidate.judged(doubt, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
+                return candidate.judged(doubt, how=How.MEAN, counts=(), rules={rule: 1.0}, count=n[0])
     if None in values:
         return candidate.judged(doubt, how=How.PLAIN)
     grows, shows = _growth([value or 0.0 for value in values], compared)

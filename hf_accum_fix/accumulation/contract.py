@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -43,8 +43,7 @@ class TermSpec:
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
         own: the places of a trainer's own division by the accumulation steps.
-        rules: every rule that predicts the count; the first is in use.
-        times: ratio of the count to that of the rules.
+        rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         count: in the observed batch.
     """
 
@@ -53,8 +52,7 @@ class TermSpec:
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
-    rules: tuple[Items, ...] = ()
-    times: float = 1.0
+    rules: Mapping[Items, float] = field(default_factory=dict)
     count: float = 1.0
 
     @property
@@ -64,19 +62,27 @@ class TermSpec:
 
     def with_rules_of(self, other: TermSpec) -> TermSpec:
         """With the rules that the same term also has in another batch."""
-        rules = tuple(rule for rule in self.rules if rule in other.rules and is_near(self.times, other.times))
-        return replace(self, rules=rules, times=self.times if rules else 1.0)
+        return replace(self, rules={rule: n for rule, n in self.rules.items() if is_near(n, other.rules.get(rule))})
+
+    @property
+    def rule(self) -> Items | None:
+        """The rule in use; None: no rule predicts the count."""
+        return next(iter(self.rules), None)
+
+    @property
+    def ratio(self) -> float:
+        """Of the count to the rule in use."""
+        return next(iter(self.rules.values()), 1.0)
 
     @property
     def is_guess(self) -> bool:
-        """Whether it was found by values alone: a sum, or a mean over a count that no rule gives for sure."""
-        by_chance = self.shape[0].startswith("Sum") and self.times != 1.0 and self.rules[:1] == (Items(),)
-        return self.how is How.SUM or (self.how is How.MEAN and (not self.rules or by_chance))
+        """Whether it was found by values alone: a sum, or a mean over a count that no rule gives."""
+        return self.how is How.SUM or (self.how is How.MEAN and not self.rules)
 
     @property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
-        counted_by = self.rules[:1] if self.how is not How.NUMBER else ()
+        counted_by = self.rule if self.how is not How.NUMBER else None
         return (self.how, self.own, counted_by or self.count)
 
 
@@ -188,7 +194,8 @@ class LossContract:
         """With the first rule of a loss of one term: enough where it is corrected at the end of a window."""
         if len(self.terms) != 1 or self.terms[0].how is not How.MEAN:
             return self
-        return replace(self, terms=(replace(self.terms[0], rules=self.terms[0].rules[:1]),))
+        [term] = self.terms
+        return replace(self, terms=(replace(term, rules=dict([*term.rules.items()][:1])),))
 
     @property
     def rules(self) -> tuple[Items, ...]:
@@ -200,20 +207,23 @@ class LossContract:
     def ambiguous(self, totals: Mapping[Items, float]) -> set[How]:
         """The kinds of terms that two rules fit so far, which count a window differently; ``totals``: N by `rules`."""
         several = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER) and len(each.rules) > 1)
-        counted = [(each.how, [totals[rule] for rule in each.rules]) for each in several]
+        counted = [(each.how, [totals[rule] * ratio for rule, ratio in each.rules.items()]) for each in several]
         return {how for how, n in counted if max(n) - min(n) > 1e-6 * max(n)}
 
-    def with_rules_of_number(self, rules: tuple[Items, ...]) -> LossContract:
+    def with_rules_of_number(self, rules: Sequence[Items]) -> LossContract:
         """With the rules that count num_items_in_batch."""
-        terms = (replace(each, rules=rules) if each.how is How.NUMBER else each for each in self.terms)
+        of_number = dict.fromkeys(rules, 1.0)
+        terms = (replace(each, rules=of_number) if each.how is How.NUMBER else each for each in self.terms)
         return replace(self, items=rules[0], terms=tuple(terms))
 
     def fitting(self, totals: Mapping[Items, float], counted: Mapping[int, float]) -> LossContract:
         """With the rules that count a window as its forwards did; ``counted``: N of each term, by its place."""
+
+        def fitting(rules: Mapping[Items, float], n: float) -> dict[Items, float]:
+            return {rule: ratio for rule, ratio in rules.items() if is_near(totals.get(rule, 0.0) * ratio, n)}
+
         terms = tuple(
-            replace(each, rules=tuple(rule for rule in each.rules if is_near(totals.get(rule, 0.0), counted[place])))
-            if place in counted
-            else each
+            replace(each, rules=fitting(each.rules, counted[place])) if place in counted else each
             for place, each in enumerate(self.terms)
         )
         return self if terms == self.terms else replace(self, terms=terms)

@@ -32,13 +32,13 @@ def by_sample(found: LossContract) -> LossContract:
         return found
     items = found.items
     one = len(found.terms) == 1 and found.terms[0].shape[0].startswith("NllLoss") and bool(found.terms[0].rules)
-    if not one or items is None or not items.keys or items.entry is not None or found.terms[0].times != 1.0:
+    if not one or items is None or not items.keys or items.entry is not None or found.terms[0].ratio != 1.0:
         raise UnsupportedSetupError(
             f"got per_sample=True and a loss that {found} ({found.reason}); expected one torch cross entropy over "
             "labels; omit per_sample, or use a head without a fused or compiled loss"
         )
     items = replace(items, per_sample=True)
-    return replace(found, items=items, terms=(replace(found.terms[0], rules=(items,)),))
+    return replace(found, items=items, terms=(replace(found.terms[0], rules={items: 1.0}),))
 
 
 def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tensor:

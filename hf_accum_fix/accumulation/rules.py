@@ -33,8 +33,8 @@ def matching_rules(
     named: Sequence[Items] = (),
     *,
     given: bool = False,
-) -> tuple[tuple[Items, ...], float]:
-    """The rules that give these counts in every batch, and the common ratio of count to rule.
+) -> dict[Items, float]:
+    """The rules in proportion to these counts in every batch, and the ratio of count to rule.
 
     ``named``: rules known from elsewhere in the loss, which come first; ``given``: they are the only ones.
     ``ignored`` as for `ways_of_counting`.
@@ -42,26 +42,22 @@ def matching_rules(
     in_proportion: dict[Items, float] = {}
     rules = dict.fromkeys((*named, *(() if given else ways_of_counting(batches[0], ignored))))
     for rule in (each for each in rules if all(map(each.has_targets, batches))):
-        found = [float(rule.count(batch)) for batch in batches]
-        times = counts[0] / found[0] if found[0] else 0.0
+        by_rule = [float(rule.count(batch)) for batch in batches]
+        ratio = counts[0] / by_rule[0] if by_rule[0] else 0.0
         # Heads with lists of targets divide by at least 1.
-        fits = [_is_close(n, max(times * m, float(rule.entry is not None))) for n, m in zip(counts, found, strict=True)]
-        if times and all(fits):
-            in_proportion[rule] = times
-    # Elements of all samples, rather than of some positions: a few may by chance be in proportion to both.
-    ratios = [in_proportion[rule] for rule in sorted(in_proportion, key=lambda rule: _counts_some(rule, batches[0]))]
-    whole = [each for each in ratios if any(_is_close(n, round(n)) for n in (each, 1 / each))]
-    usable = [each for each in ratios if _is_close(each, 1.0)] + (whole if batches[1] is not batches[2] else [])
-    best = next(iter(usable), 0.0)
-    if not (best or given) and (mixed := _mixed(counts, batches)) is not None:
-        return (mixed,), 1.0
-    return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best or 1.0
-
-
-def _counts_some(rule: Items, batch: Mapping[str, Any]) -> bool:
-    """Whether a rule counts neither samples, nor all of their numbers, nor what is listed for them."""
-    value = batch.get(rule.keys[0]) if rule.keys else None
-    return isinstance(value, Tensor) and (rule.ignore_index is not None or not value.is_floating_point())
+        least = float(rule.entry is not None)
+        if ratio and all(_is_close(n, max(ratio * m, least)) for n, m in zip(counts, by_rule, strict=True)):
+            in_proportion[rule] = ratio
+    found = {rule: 1.0 for rule, ratio in in_proportion.items() if _is_close(ratio, 1.0)}
+    if not found and batches[1] is not batches[2]:
+        # Elements: several for each item, or several items for each.
+        found = {
+            rule: ratio
+            for rule, ratio in in_proportion.items()
+            if any(_is_close(n, round(n)) for n in (ratio, 1 / ratio))
+        }
+    mixed = None if found or given else _mixed(counts, batches)
+    return found if mixed is None else {mixed: 1.0}
 
 
 def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:

@@ -192,7 +192,7 @@ class Counted:
 
     def predicted(self, place: int, spec: TermSpec) -> Tensor | None:
         """The items of a term; None: it has no rule, or these are other inputs than the rules have counted."""
-        by_rule = self.items.get(spec.rules[0]) if spec.rules else None
+        by_rule = None if spec.rule is None else self.items.get(spec.rule)
         return self.items.get(place, by_rule)
 
 
@@ -331,13 +331,13 @@ class _Weighing:
         counts = self._counts(place, spec, found) if spec.how is How.MEAN else None
         if counts is not None:
             noted = (0.0, 0.0) if zero_weight else (counts.seen, counts.predicted)
-            check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
+            check.note(place, *(noted if spec.ratio == 1.0 else (each / spec.ratio for each in noted)))
             if term.rows and _differ(*noted):
                 check.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
             if counts.unclear:
                 check.changed = f"{term.name} divides by 1: it has one target, or none and a divisor of at least 1"
-        if spec.how is How.ROUTER and spec.counts:
-            items = spec.rules[0].count(self.counted.inputs) * spec.times
+        if spec.how is How.ROUTER and spec.counts and spec.rule is not None:
+            items = spec.rule.count(self.counted.inputs) * spec.ratio
             if _differ(_product(term, spec.counts), items):
                 # In the observed batch it counted padding.
                 check.changed = f"{term.name} is not over every position, as it was in the observed batch"
@@ -356,8 +356,8 @@ class _Weighing:
         return self.part.normalizer.mean.device
 
     def _rule(self, spec: TermSpec) -> Items | None:
-        if spec.rules:
-            return spec.rules[0]
+        if spec.rule is not None:
+            return spec.rule
         return None if self.part.normalizer.is_corrected else self.part.contract.items
 
     def _counts(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Counts:
@@ -366,7 +366,7 @@ class _Weighing:
         items = counted.predicted(place, spec)
         if items is None and rule is not None:
             items = counted.items[rule] if rule in counted.items else rule.count(counted.inputs, self.device)
-        by_rule: Number = spec.count if items is None else items if spec.times == 1.0 else items * spec.times
+        by_rule: Number = spec.count if items is None else items if spec.ratio == 1.0 else items * spec.ratio
         divisor = _product(term, spec.counts) if spec.counts else by_rule
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         if not is_function and term.divides and _is_nan(divisor) and not _is_nan(term.factors[-1].value):
@@ -429,7 +429,7 @@ class _Weighing:
         rule = self._rule(spec)
         mean: Number = spec.count * left
         if (n_mean := normalizer.means.get(place, None if rule is None else normalizer.means[rule])) is not None:
-            mean = n_mean if spec.times == 1.0 else n_mean * spec.times
+            mean = n_mean if spec.ratio == 1.0 else n_mean * spec.ratio
         # Without a correction at the end, weights have to use the predicted counts.
         count = counts.divisor if normalizer.is_corrected else counts.predicted
         weight = mean / count if isinstance(count, Tensor) or count else math.inf

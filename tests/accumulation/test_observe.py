@@ -253,8 +253,8 @@ def test_factors_of_a_mix_are_the_same_on_ranks_that_round_apart(box: float, que
     """Otherwise ranks would seem to train different losses."""
     batches = [batch(3, 1, 0), batch(3), batch(1, 0)]
     counts = [box * sum(map(_boxes, each["labels"])) + query * len(each["labels"]) for each in batches]
-    (rule,), times = matching_rules([count * (1 + rounding) for count in counts], batches)
-    assert times == 1.0
+    [(rule, ratio)] = matching_rules([count * (1 + rounding) for count in counts], batches).items()
+    assert ratio == 1.0
     assert [factor for factor, _ in rule.mix] == [float(f"{box:.6g}"), float(f"{query:.6g}")]
     assert [str(each) for _, each in rule.mix] == ["rows of 'class_labels'", "samples"]
 

@@ -139,11 +139,12 @@ def test_the_first_rule_that_counts_as_the_loss(
     batch: Batch, counted: Callable[[Batch], float], rule: str, times: float
 ) -> None:
     parts = parts_of(batch)
-    found, factor = matching_rules([counted(each) for each in parts], parts)
+    found = matching_rules([counted(each) for each in parts], parts)
     assert found, "no rule"
-    assert (str(found[0]), factor) == (rule, times)
+    assert [(str(each), ratio) for each, ratio in found.items()][0] == (rule, times)
     for each in parts:
-        assert factor * float(found[0].count(each)) == pytest.approx(counted(each), rel=1e-6) or counted(each) == 1
+        for by_rule, ratio in found.items():
+            assert ratio * float(by_rule.count(each)) == pytest.approx(counted(each), rel=1e-6) or counted(each) == 1
 
 
 NONE: dict[str, tuple[Batch, Callable[[Batch], float]]] = {
@@ -158,24 +159,25 @@ NONE: dict[str, tuple[Batch, Callable[[Batch], float]]] = {
 @pytest.mark.parametrize(("batch", "counted"), NONE.values(), ids=NONE)
 def test_what_no_rule_counts(batch: Batch, counted: Callable[[Batch], float]) -> None:
     parts = parts_of(batch)
-    assert matching_rules([counted(each) for each in parts], parts) == ((), 1.0)
+    assert matching_rules([counted(each) for each in parts], parts) == {}
 
 
 def test_an_index_beside_the_usual_one() -> None:
     labels = LABELS.masked_fill(LABELS == -100, 255)
     parts = parts_of({**TEXT, "labels": labels})
     counts = [float((each["labels"] != 255).sum()) for each in parts]
-    assert matching_rules(counts, parts) == ((), 1.0)
-    (rule, *_), times = matching_rules(counts, parts, (255, -100))
-    assert (str(rule), times) == ("'labels' other than 255", 1.0)
+    assert matching_rules(counts, parts) == {}
+    (rule, ratio), *_ = matching_rules(counts, parts, (255, -100)).items()
+    assert (str(rule), ratio) == ("'labels' other than 255", 1.0)
 
 
 def test_spans_inside_of_the_text() -> None:
     """Question answering ignores answers outside of the text by the width of that."""
     parts = parts_of(SPANS)
-    rules, times = matching_rules([3.0, 0.0, 3.0], parts, (5, -100))
-    assert [str(rule) for rule in rules] == ["'start_positions' elements inside the width of 'input_ids'"]
-    assert times == 1.0
+    found = matching_rules([3.0, 0.0, 3.0], parts, (5, -100))
+    assert {str(rule): ratio for rule, ratio in found.items()} == {
+        "'start_positions' elements inside the width of 'input_ids'": 1.0
+    }
 
 
 def test_the_rule_whose_targets_the_loss_has_kept_comes_first() -> None:
@@ -185,14 +187,14 @@ def test_the_rule_whose_targets_the_loss_has_kept_comes_first() -> None:
     parts = [batch, rows_of(batch, [0]), rows_of(batch, [1])]
     counts = [3.0, 2.0, 1.0]
     named = Items(("labels",))
-    assert matching_rules(counts, parts)[0] == (Items(("labels",), shift=True), named)
-    assert matching_rules(counts, parts, named=[named])[0] == (named, Items(("labels",), shift=True))
+    assert [*matching_rules(counts, parts)] == [Items(("labels",), shift=True), named]
+    assert [*matching_rules(counts, parts, named=[named])] == [named, Items(("labels",), shift=True)]
 
 
 @pytest.mark.parametrize(("rounding", "fits"), [(0.0, True), (1e-6, True), (-5e-6, True), (1e-4, False)])
 def test_sums_of_weights_may_round(rounding: float, fits: bool) -> None:
     parts = parts_of(TEXT)
-    rules, _ = matching_rules([targets(each) * (1 + rounding) for each in parts], parts)
+    rules = matching_rules([targets(each) * (1 + rounding) for each in parts], parts)
     assert bool(rules) == fits
 
 
@@ -200,11 +202,12 @@ def test_a_batch_beside_itself_shows_no_proportion() -> None:
     """Its parts are one another: every count that doubles would be so many times every other."""
     one = rows_of(TEXT, [0])
     beside = {key: torch.cat([value, value]) for key, value in one.items()}
-    assert matching_rules([10.0, 5.0, 5.0], [beside, one, one]) == (
-        (Items(("input_ids",), None), Items(("attention_mask",), None), Items(("labels",), None)),
-        1.0,
-    )
-    assert matching_rules([12.0, 6.0, 6.0], [beside, one, one]) == ((), 1.0)
+    assert matching_rules([10.0, 5.0, 5.0], [beside, one, one]) == {
+        Items(("input_ids",), None): 1.0,
+        Items(("attention_mask",), None): 1.0,
+        Items(("labels",), None): 1.0,
+    }
+    assert matching_rules([12.0, 6.0, 6.0], [beside, one, one]) == {}
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class Case:
     @property
     def contract(self) -> LossContract:
         numbered = any(each.how is How.NUMBER for each in self.terms)
-        items = TARGETS if numbered else next((each.rules[0] for each in self.terms if each.rules), SAMPLES)
+        items = TARGETS if numbered else next((each.rule for each in self.terms if each.rule is not None), SAMPLES)
         return LossContract(
             self.reduction,
             None if self.reduction in (Reduction.SUM, Reduction.PLAIN) else items,
@@ -118,10 +118,10 @@ class Case:
         )
 
 
-CE = spec("NllLoss", "/", counts=(0,), rules=(TARGETS,))
-SQUARES = spec("MseLoss", "*/", counts=(1,), rules=(SAMPLES,))
+CE = spec("NllLoss", "/", counts=(0,), rules={TARGETS: 1.0})
+SQUARES = spec("MseLoss", "*/", counts=(1,), rules={SAMPLES: 1.0})
 BY_NUMBER = spec("NllLoss", "/", how=How.NUMBER, counts=(0,))
-BY_HAND = spec("Sum", "/", counts=(0,), rules=(MASKED,))
+BY_HAND = spec("Sum", "/", counts=(0,), rules={MASKED: 1.0})
 
 CASES = [
     Case("one mean", lambda m, b, n: m.ce(b), (CE,)),
@@ -133,7 +133,7 @@ CASES = [
     Case(
         "class weights, which no rule counts",
         lambda m, b, n: m.ce(b, weight=CLASSES),
-        (replace(CE, rules=(), count=2.5),),
+        (replace(CE, rules={}, count=2.5),),
     ),
     Case("by hand, without items in one", lambda m, b, n: m.masked(b), (BY_HAND,)),
     Case(
@@ -145,13 +145,13 @@ CASES = [
     Case(
         "by hand, which no rule counts",
         lambda m, b, n: (m.each(b) * b["mask"]).sum() / (0.3 * b["mask"].sum()),
-        (replace(BY_HAND, rules=(), count=0.9),),
+        (replace(BY_HAND, rules={}, count=0.9),),
         lambda m, b: m.masked(b) / 0.3,
     ),
     Case(
         "elements, of which a rule counts half",
         lambda m, b, n: m.logits(b)[:, :2].square().mean(),
-        (spec("Mean", "/", counts=(0,), rules=(SAMPLES,), times=2.0),),
+        (spec("Mean", "/", counts=(0,), rules={SAMPLES: 2.0}),),
     ),
     Case("two means", lambda m, b, n: m.ce(b) + 0.1 * m.squares(b), (CE, SQUARES)),
     Case("two means, one by hand", lambda m, b, n: m.masked(b) - m.squares(b), (BY_HAND, SQUARES)),
@@ -168,21 +168,21 @@ CASES = [
     Case(
         "rows of a stack",
         lambda m, b, n: torch.stack([each.square().sum() for each in m.logits(b)]).mean(),
-        (spec("Mean", "/", counts=(0,), rules=(SAMPLES,)),),
+        (spec("Mean", "/", counts=(0,), rules={SAMPLES: 1.0}),),
         lambda m, b: m.each(b).mean(),
     ),
     Case(
         "smoothed",
         lambda m, b, n: F.cross_entropy(m.logits(b), b["labels"], label_smoothing=0.1),
-        (replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)), spec("Sum", "*/", counts=(1,), rules=(TARGETS,))),
+        (replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)), spec("Sum", "*/", counts=(1,), rules={TARGETS: 1.0})),
     ),
     Case(
         "learnt factors",
         lambda m, b, n: (-m.scale).exp() * m.ce(b) + m.scale + m.squares(b) / (2 * m.scale**2),
         (
-            spec("NllLoss", "~/", counts=(1,), rules=(TARGETS,)),
+            spec("NllLoss", "~/", counts=(1,), rules={TARGETS: 1.0}),
             TermSpec(("AccumulateGrad", False), how=How.CONSTANT),
-            TermSpec(("MseLossBackward0", True, (True, True), (True, False)), counts=(1,), rules=(SAMPLES,)),
+            TermSpec(("MseLossBackward0", True, (True, True), (True, False)), counts=(1,), rules={SAMPLES: 1.0}),
         ),
     ),
     Case(
