@@ -56,7 +56,8 @@ class Choice:
             return False
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
-        if not (split.decides or self.found is None or not _may_be_the_split(self.found)):
+        decides = split.decides or self.is_decided(split.kind)
+        if not (decides or self.found is None or not _may_be_the_split(self.found)):
             return False
         confirmed = self.found is not None and self.found.is_guess and latest.conclusive
         # After a failure the splits of one kind are judged together, by `_of_one_kind`; so are those that show
@@ -68,8 +69,12 @@ class Choice:
             self.whole, self._kind = whole, split.kind
         self.found = found
         # If a split failed, one of another kind may look clear by chance; weights may be statistics of the batch.
-        decides = split.decides or not (self.failure or found.weighted)
+        decides = decides or not (self.failure or found.weighted)
         return self.sharded or (decides and (confirmed or _is_clear(found, split)))
+
+    def is_decided(self, kind: str) -> bool:
+        """Whether another split of this kind would change nothing, since one has shown that the split matters."""
+        return kind in self._open or (kind in self._of_kind and _may_be_the_split(self._of_kind[kind][0]))
 
     def needs_no(self, following: Split) -> bool:
         """Whether the next split, which cannot show coupled samples, would show nothing new."""

@@ -428,6 +428,9 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
     has_values = None not in values
     if whole.router:
         return candidate.judged(how=How.ROUTER, counts=(), rules={})
+    if whole is candidate.seen[1]:
+        # The parts have other terms.
+        return candidate
     if whole.term.learnt and not spec.counts:
         return candidate.judged(how=How.CONSTANT)
     # Random numbers differ between a batch and its parts, so allow for noise.

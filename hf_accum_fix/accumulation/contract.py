@@ -69,6 +69,10 @@ class TermSpec:
         """The rule in use; None: no rule predicts the count."""
         return next(iter(self.rules), None)
 
+    def scaled(self, count: Tensor | None) -> Tensor | None:
+        """Its count, by that of the rule in use."""
+        return count if count is None or self.ratio == 1.0 else count * self.ratio
+
     @property
     def ratio(self) -> float:
         """Of the count to the rule in use."""

@@ -151,7 +151,7 @@ class _Observation:
                 again = choice.found is not None
                 compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
                 settled = choice.take(split, conclude(compared), readings[0])
-            following = None if settled else next(search, None)
+            following = None if settled else next((each for each in search if not choice.is_decided(each.kind)), None)
             settled = following is None or choice.needs_no(following)
             split = split if settled or following is None else following
         found, self.whole = choice.made()

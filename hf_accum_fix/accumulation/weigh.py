@@ -103,8 +103,11 @@ class WindowCheck:
         flags = []
         for place in [*self._seen][int(corrected) :]:
             seen = _stacked(self._seen[place], device)
-            # Terms of one weight have to divide by the same number in every micro-batch.
-            wanted = _stacked(next(iter(self._seen.values())) if corrected else self._predicted[place], device)
+            wanted = _stacked(self._predicted[place], device)
+            if corrected:
+                # Terms of one weight have to divide by the same items in every micro-batch.
+                first, ratio = next(iter(self._seen)), self.contract.terms[place].ratio
+                wanted = _stacked(self._seen[first], device) * (ratio / self.contract.terms[first].ratio)
             if self.is_corrected and not corrected:
                 seen, wanted = seen.sum(), wanted.sum()
             flags.append(((seen - wanted).abs() > 1e-6 * wanted.abs()).any())
@@ -191,9 +194,10 @@ class Counted:
     zero_weight: bool = False
 
     def predicted(self, place: int, spec: TermSpec) -> Tensor | None:
-        """The items of a term; None: it has no rule, or these are other inputs than the rules have counted."""
-        by_rule = None if spec.rule is None else self.items.get(spec.rule)
-        return self.items.get(place, by_rule)
+        """The count of a term; None: it has no rule, or these are other inputs than the rules have counted."""
+        if place in self.items or spec.rule is None:
+            return self.items.get(place)
+        return spec.scaled(self.items.get(spec.rule))
 
 
 def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Weighed:
@@ -331,7 +335,7 @@ class _Weighing:
         counts = self._counts(place, spec, found) if spec.how is How.MEAN else None
         if counts is not None:
             noted = (0.0, 0.0) if zero_weight else (counts.seen, counts.predicted)
-            check.note(place, *(noted if spec.ratio == 1.0 else (each / spec.ratio for each in noted)))
+            check.note(place, *noted)
             if term.rows and _differ(*noted):
                 check.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
             if counts.unclear:
@@ -365,8 +369,9 @@ class _Weighing:
         term, rule, counted = found[0], self._rule(spec), self.counted
         items = counted.predicted(place, spec)
         if items is None and rule is not None:
-            items = counted.items[rule] if rule in counted.items else rule.count(counted.inputs, self.device)
-        by_rule: Number = spec.count if items is None else items if spec.ratio == 1.0 else items * spec.ratio
+            known = counted.items.get(rule)
+            items = spec.scaled(rule.count(counted.inputs, self.device) if known is None else known)
+        by_rule: Number = spec.count if items is None else items
         divisor = _product(term, spec.counts) if spec.counts else by_rule
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         if not is_function and term.divides and _is_nan(divisor) and not _is_nan(term.factors[-1].value):
@@ -427,9 +432,9 @@ class _Weighing:
         if self.part.check.is_unpredicted(place):
             return left / own
         rule = self._rule(spec)
-        mean: Number = spec.count * left
-        if (n_mean := normalizer.means.get(place, None if rule is None else normalizer.means[rule])) is not None:
-            mean = n_mean if spec.ratio == 1.0 else n_mean * spec.ratio
+        by_rule = None if rule is None else spec.scaled(normalizer.means[rule])
+        n_mean = normalizer.means.get(place, by_rule)
+        mean: Number = spec.count * left if n_mean is None else n_mean
         # Without a correction at the end, weights have to use the predicted counts.
         count = counts.divisor if normalizer.is_corrected else counts.predicted
         weight = mean / count if isinstance(count, Tensor) or count else math.inf

@@ -329,7 +329,8 @@ class Session(Host):
             return
         # Even a global batch of one micro-batch may have a wrong number or shift.
         unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
-        matters = self.is_split or unknown_shift or (contract.by_number and not contract.conclusive)
+        own_number = contract.by_number and (contract.keeps_scale or not contract.conclusive)
+        matters = self.is_split or unknown_shift or own_number
         stays = contract.keeps_scale or (contract.custom and live.scales_itself(trainer))
         outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
         for name, message in remarks(self.head, contract, first.attempts, outcome=outcome):

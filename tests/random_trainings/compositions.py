@@ -286,11 +286,14 @@ def _ours(composition: Composition, case: Case, output: Path) -> Training:
 
 
 def _worse(case: Case, composition: Composition, patched: Training, plain: Training | None) -> list[Fault]:
-    """The fault that ours is further off than stock; none where stock may be right by chance, or has diverged."""
+    """The fault that ours is further off than stock, by the windows that tell; none where stock has diverged."""
     if plain is None or any(isnan(error) or error > DIVERGED for error in plain.errors):
         return []
-    ours, theirs = max(patched.errors, key=lambda error: (isnan(error), error)), max(plain.errors)
-    if ours <= WORSE * theirs + composition.floor or not _tells(case, composition):
+    each = zip(patched.errors, plain.errors, _telling(case, composition, patched), strict=True)
+    telling = [errors for *errors, tells in each if tells]
+    ours = max((error for error, _ in telling), key=lambda error: (isnan(error), error), default=0.0)
+    theirs = max((error for _, error in telling), default=0.0)
+    if ours <= WORSE * theirs + composition.floor:
         return []
     if composition.override in MASKED_LATER and patched.said:
         # Labels that go after the window was counted: of several terms no one number corrects it.
@@ -298,8 +301,8 @@ def _worse(case: Case, composition: Composition, patched: Training, plain: Train
     return [Fault("worse", f"off by {ours:.1e}, where stock is off by {theirs:.1e}")]
 
 
-def _tells(case: Case, composition: Composition) -> bool:
-    """Whether some window has two micro-batches that count: of one, a sum that should be a mean is right by chance."""
+def _telling(case: Case, composition: Composition, patched: Training) -> Iterator[bool]:
+    """Whether a window has two micro-batches that count: of one, a sum that should be a mean is right by chance."""
     model: Any = case.model()
 
     def counts(samples: Sequence[Sample], step: int) -> bool:
@@ -307,12 +310,11 @@ def _tells(case: Case, composition: Composition) -> bool:
         return isfinite(loss) and loss != 0.0
 
     size = composition.cut[0]
-    for step, window in enumerate(case.windows):
+    for step, (window, begun) in enumerate(zip(case.windows, patched.begun, strict=True)):
         # Of several ranks the micro-batches of all.
         cut = pieces(window, composition.micro_batches) if composition.ranks == 1 else _by(size, window)
-        if sum(counts(samples, step) for samples in cut) > 1:
-            return True
-    return False
+        model.load_state_dict(begun, strict=False)
+        yield sum(counts(samples, step) for samples in cut) > 1
 
 
 def _by(size: int, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
