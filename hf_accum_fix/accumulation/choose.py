@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
 from hf_accum_fix.accumulation.reading import Reading
 from hf_accum_fix.accumulation.samples import Split
 
-#: Why a guess is not believed.
-_ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
-_PADDED = "its terms add up in a micro-batch, and not in two of different lengths: it depends on how they are padded"
+#: Why a loss that is exact in one split is not believed.
 _OF_ONE = "its terms add up in one micro-batch, and not with more samples or less padding: it depends on the split"
 
 
@@ -20,14 +18,12 @@ class Choice:
     """The contract so far.
 
     Attributes:
-        has_stock: as in `Setting`.
         sharded: every forward is a collective, so one split is enough.
         found: None: no split was run.
         whole: the forward that it was concluded from.
         failure: the first error of a split.
     """
 
-    has_stock: bool
     sharded: bool
     found: LossContract | None = None
     whole: Reading | None = None
@@ -59,18 +55,16 @@ class Choice:
         decides = split.decides or self.is_decided(split.kind)
         if not (decides or self.found is None or not _may_be_the_split(self.found)):
             return False
-        confirmed = self.found is not None and self.found.is_guess and latest.conclusive
         # After a failure the splits of one kind are judged together, by `_of_one_kind`; so are those that show
         # coupled samples in a loss with weights.
         together = self.failure is not None or (latest.weighted and _may_be_the_split(latest))
         is_same_kind = together and bool(split.kind) and split.kind == self._kind
-        found = latest if is_same_kind or self.found is None else _better(self.found, latest, split, self.has_stock)
+        found = latest if is_same_kind or self.found is None else _better(self.found, latest, split)
         if self.found is None or found.terms == latest.terms:
             self.whole, self._kind = whole, split.kind
         self.found = found
-        # If a split failed, one of another kind may look clear by chance; weights may be statistics of the batch.
-        decides = decides or not (self.failure or found.weighted)
-        return self.sharded or (decides and (confirmed or _is_clear(found, split)))
+        # If a split failed, one of another kind may look clear.
+        return self.sharded or ((decides or self.failure is None) and _is_clear(found, split))
 
     def is_decided(self, kind: str) -> bool:
         """Whether another split of this kind would change nothing, since one has shown that the split matters."""
@@ -100,8 +94,7 @@ class Choice:
 def _is_clear(found: LossContract, split: Split) -> bool:
     """Whether a contract needs no further split."""
     other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
-    seen = not (found.unseen or found.is_guess)
-    return other_tasks or (_has_shown(found) and not _may_be_the_split(found) and seen)
+    return other_tasks or (_has_shown(found) and not _may_be_the_split(found))
 
 
 def _of_one_kind(
@@ -121,19 +114,10 @@ def _of_one_kind(
     return latest, whole
 
 
-def _better(found: LossContract, latest: LossContract, split: Split, has_stock: bool) -> LossContract:
-    """The better of two contracts, from one more split of the samples; ``has_stock`` as in `Setting`."""
+def _better(found: LossContract, latest: LossContract, split: Split) -> LossContract:
+    """The better of two contracts, from one more split of the samples."""
     if (found.unseen or not found.terms) and latest.conclusive and not latest.unseen and split.apart:
         return latest
-    if found.unseen or (found.is_guess and not latest.conclusive):
-        return _doubted(found, latest.doubt) if latest.doubt.endswith(OTHER_TERMS) else found
-    if found.is_guess:
-        # A sum, or a count without a rule, may fit one split by chance: a second one has to confirm it.
-        alike = [each.form for each in latest.terms] == [each.form for each in found.terms]
-        if not alike and split.pads:
-            # Padding has no part in any weight.
-            return replace(_doubted(found, _PADDED), keeps_scale=has_stock)
-        return found if alike else _doubted(found, _ONE_SPLIT)
     if not latest.conclusive or _may_be_the_split(latest):
         return found
     if found.doubt.endswith(OTHER_TERMS) and latest.needs_forwards:
@@ -152,11 +136,3 @@ def _has_shown(found: LossContract) -> bool:
 def _may_be_the_split(found: LossContract) -> bool:
     """Whether the split may have separated rows that belong together."""
     return found.coupled or found.doubt.endswith(OF_THE_SPLIT)
-
-
-def _doubted(found: LossContract, reason: str) -> LossContract:
-    """A contract whose guesses a second split did not confirm."""
-    terms = tuple(replace(each, how=How.PLAIN) if each.is_guess else each for each in found.terms)
-    if all(each.how is How.PLAIN for each in terms):
-        return replace(found, reduction=Reduction.PLAIN, items=None, terms=terms, doubt=reason, reason=reason)
-    return replace(found, terms=terms, doubt=found.doubt or reason)

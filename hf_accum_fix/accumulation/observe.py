@@ -129,7 +129,7 @@ class _Observation:
 
     def _compared(self) -> LossContract:
         """The contract by the first split of the samples that shows the loss."""
-        choice, settled, self._known = Choice(self.setting.has_stock, self.sharded), False, None
+        choice, settled, self._known = Choice(self.sharded), False, None
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
         search = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
         split = next(search)
