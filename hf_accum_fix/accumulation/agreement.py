@@ -22,6 +22,11 @@ class SyncedRanks:
     def __init__(self, gather: Gather | None) -> None:
         self._gather = gather
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank may run other forwards than the others."""
+        return self._gather is None
+
     def any(self, wanted: bool) -> bool:
         """Whether it holds on any rank."""
         return wanted if self._gather is None else any(wants for wants, _ in self._gather([(wanted, False)]))

@@ -44,7 +44,7 @@ class Choice:
         self._seen.append(latest)
         shows_tasks = split.tasks and latest.doubt.endswith(OTHER_TERMS)
         # Terms that are alike in two tasks may depend on padding.
-        is_enough = shows_tasks or (not split.tasks and _is_clear(latest, split) and not latest.doubt)
+        is_enough = shows_tasks or (not split.tasks and _is_clear(latest, split))
         if (split.narrowed or split.tasks) and not is_enough:
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
             if latest.doubt and not latest.doubt.endswith(OTHER_TERMS):

@@ -146,7 +146,7 @@ def conclude(compared: Comparison) -> LossContract:
     listed = next(listed_targets(whole.batch), None)
     if listed is not None and not float(listed.count(whole.batch)):
         return LossContract(Reduction.MEAN, listed, dtype=whole.dtype, conclusive=False, reason=NO_TARGET_SEEN)
-    if not whole.terms or not math.isfinite(whole.loss) or not any(each.loss for each in compared.readings):
+    if not whole.shows_terms or not any(each.loss for each in compared.readings):
         return _nothing_seen(whole, rules, hands_number=compared.setting.hands_number)
     found = _concluded(compared, rules, inside=False)
     if found.doubt and any(each.term.rows for each in whole.terms):

@@ -75,7 +75,8 @@ class _Observation:
         writes: the loss depends on state that its forward writes; None: not tested.
         divides: without the number it is a mean, and with it the sum over the number, though the graph hides that.
         moves: it depends on the number in any way.
-        _known: the forward of the last split's batch.
+        draws: random numbers change it; None: not tested.
+        _run_before: every forward so far.
     """
 
     loss: LossRun
@@ -88,7 +89,8 @@ class _Observation:
     writes: bool | None = None
     divides: bool = False
     moves: bool = False
-    _known: Reading | None = None
+    draws: bool | None = None
+    _run_before: list[Reading] = field(default_factory=list)
 
     def contract(self) -> LossContract:
         """How the loss is reduced."""
@@ -129,7 +131,8 @@ class _Observation:
 
     def _compared(self) -> LossContract:
         """The contract by the first split of the samples that shows the loss."""
-        choice, settled, self._known = Choice(self.sharded), False, None
+        choice, settled = Choice(self.sharded), False
+        self._run_before.clear()
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
         search = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
         split = next(search)
@@ -146,7 +149,6 @@ class _Observation:
             self._note_writes(split, readings)
             self._note_draws(split, readings)
             self._restore()
-            self._known = readings[0] if readings else None
             if readings and not settled:
                 again = choice.found is not None
                 compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
@@ -160,14 +162,19 @@ class _Observation:
     def _three(self, split: Split) -> tuple[list[Reading], bool]:
         """The forwards of a batch and its two parts, and whether the model would divide by the number."""
         handed, readings = self.setting.handed, list[Reading]()
-        known = self._known if self._known is not None and self._known.batch is split.whole else None
-        # The split before may have divided the same batch.
-        is_known = not self.ranks.any(known is None)
         for at, batch in enumerate(split[:3]):
             number = NUMBERS[at] if handed == "all" else SHOWN if handed == "last" and at == 2 and split.apart else None
-            if readings:
+            # A batch or a part of the splits before; several ranks run equally many forwards.
+            known = (each for each in self._run_before if each.batch is batch and each.number == number)
+            seen = next(known, None) if self.ranks.alone else None
+            if seen is None:
                 self._restore()
-            readings.append(known if at == 0 and is_known and known is not None else self._run(batch, number))
+                seen = self._run(batch, number)
+                self._run_before.append(seen)
+            readings.append(seen)
+            if self.ranks.alone and (not readings[0].shows_terms or (at == 1 and not any(r.loss for r in readings))):
+                # Its parts would show nothing either.
+                return [readings[0]] * 3, False
         if handed != "last" or readings[2].number is None:
             return readings, False
         explained = without_number(readings)
@@ -183,11 +190,12 @@ class _Observation:
 
     def _note_draws(self, split: Split, readings: list[Reading]) -> None:
         """Test whether random numbers change the loss, if it draws any: it may only print now and then."""
-        if self.ranks.any(bool(readings) and readings[0].drew):
+        if self.ranks.any(self.draws is None and bool(readings) and readings[0].drew):
             self._restore()
             again = self._run(split.whole, readings[0].number if readings else None, seed=1)
-            if readings:
-                readings[0] = replace(readings[0], drew=again.numbers != readings[0].numbers)
+            self.draws = bool(self.draws or (readings and again.numbers != readings[0].numbers))
+        if readings:
+            readings[0] = replace(readings[0], drew=bool(self.draws and readings[0].drew))
 
     def _note_writes(self, split: Split, readings: Sequence[Reading]) -> None:
         """Test whether the loss depends on state that its forward writes: a queue, a centre, a moving average."""

@@ -118,6 +118,11 @@ class Reading:
     warms: bool = False
 
     @property
+    def shows_terms(self) -> bool:
+        """Whether it has terms, and a finite value."""
+        return bool(self.terms) and math.isfinite(self.loss)
+
+    @property
     def numbers(self) -> list[Any]:
         """All values of the loss, to compare."""
         return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]

@@ -141,7 +141,7 @@ def test_the_first_rule_that_counts_as_the_loss(
     parts = parts_of(batch)
     found = matching_rules([counted(each) for each in parts], parts)
     assert found, "no rule"
-    assert [(str(each), ratio) for each, ratio in found.items()][0] == (rule, times)
+    assert next((str(each), ratio) for each, ratio in found.items()) == (rule, times)
     for each in parts:
         for by_rule, ratio in found.items():
             assert ratio * float(by_rule.count(each)) == pytest.approx(counted(each), rel=1e-6) or counted(each) == 1

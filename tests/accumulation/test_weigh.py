@@ -174,7 +174,10 @@ CASES = [
     Case(
         "smoothed",
         lambda m, b, n: F.cross_entropy(m.logits(b), b["labels"], label_smoothing=0.1),
-        (replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)), spec("Sum", "*/", counts=(1,), rules={TARGETS: 1.0})),
+        (
+            replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)),
+            spec("Sum", "*/", counts=(1,), rules={TARGETS: 1.0}),
+        ),
     ),
     Case(
         "learnt factors",
