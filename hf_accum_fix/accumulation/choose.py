@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.reading import Reading
 from hf_accum_fix.accumulation.samples import Split
 
@@ -34,6 +35,7 @@ class Choice:
     _seen: list[LossContract] = field(default_factory=list)
     #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
     _open: set[str] = field(default_factory=set)
+    _likely: set[str] = field(default_factory=set)
 
     def note_failure(self, split: Split, error: Exception) -> None:
         """Note the error of a split, but of a narrowed one: a model may need batches as wide as its collator's."""
@@ -42,10 +44,9 @@ class Choice:
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
         self._seen.append(latest)
-        shows_tasks = split.tasks and latest.doubt.endswith(OTHER_TERMS)
-        # Terms that are alike in two tasks may depend on padding.
-        is_enough = shows_tasks or (not split.tasks and _is_clear(latest, split))
-        if (split.narrowed or split.tasks) and not is_enough:
+        if _may_be_the_split(latest):
+            self._likely |= _groupings(whole)
+        if split.narrowed and not _is_clear(latest, split):
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
             if latest.doubt and not latest.doubt.endswith(OTHER_TERMS):
                 self._open.add(split.kind)
@@ -63,12 +64,19 @@ class Choice:
         if self.found is None or found.terms == latest.terms:
             self.whole, self._kind = whole, split.kind
         self.found = found
-        # If a split failed, one of another kind may look clear.
-        return self.sharded or ((decides or self.failure is None) and _is_clear(found, split))
+        # If a split failed, one of another kind may look clear; weights may be statistics of the batch.
+        decides = decides or not (self.failure or found.weighted)
+        return self.sharded or (decides and _is_clear(found, split))
 
     def is_decided(self, kind: str) -> bool:
         """Whether another split of this kind would change nothing, since one has shown that the split matters."""
         return kind in self._open or (kind in self._of_kind and _may_be_the_split(self._of_kind[kind][0]))
+
+    def following(self, left: list[Split]) -> Split | None:
+        """Of the splits left the next; first those of the groups of rows that a term's divisor tells of."""
+        left[:] = [each for each in left if not self.is_decided(each.kind)]
+        place = next((place for place, each in enumerate(left) if each.kind in self._likely), 0)
+        return left.pop(place) if left else None
 
     def needs_no(self, following: Split) -> bool:
         """Whether the next split, which cannot show coupled samples, would show nothing new."""
@@ -126,6 +134,14 @@ def _better(found: LossContract, latest: LossContract, split: Split) -> LossCont
     # In a doubled batch all factors that are no counts look constant.
     latest = replace(latest, grouped=found.coupled)
     return latest if split.shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
+
+
+def _groupings(whole: Reading) -> set[str]:
+    """The kinds of splits of pairs, triples or groups of rows, if a term divides by as many."""
+    rows = sample_count(whole.batch)
+    divisors = {value for each in whole.terms for value in each.divisors}
+    sizes = [size for size in range(2, rows // 2 + 1) if rows / size in divisors]
+    return {kind for size in sizes for kind in (f"{size} blocks", f"groups of {size}", "interleaved")}
 
 
 def _has_shown(found: LossContract) -> bool:

@@ -134,8 +134,7 @@ class _Observation:
         choice, settled = Choice(self.sharded), False
         self._run_before.clear()
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
-        search = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
-        split = next(search)
+        split, *left = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
         while self.ranks.any(not settled):
             readings, by_number = list[Reading](), False
             try:
@@ -153,7 +152,7 @@ class _Observation:
                 again = choice.found is not None
                 compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
                 settled = choice.take(split, conclude(compared), readings[0])
-            following = None if settled else next((each for each in search if not choice.is_decided(each.kind)), None)
+            following = None if settled else choice.following(left)
             settled = following is None or choice.needs_no(following)
             split = split if settled or following is None else following
         found, self.whole = choice.made()
@@ -222,7 +221,7 @@ class _Observation:
         divisors, batch = set[float](), self.whole.batch
         try:
             for term in self._run(batch, None).terms:
-                divisors |= {value for value, each in zip(term.factors, term.term.factors, strict=True) if each.divides}
+                divisors |= {*term.divisors}
         except Exception:
             logger.debug("a loss needs its number", exc_info=True)
         self._restore()

@@ -66,6 +66,11 @@ class TermReading:
         return len(self.factors) if outer is None else outer
 
     @property
+    def divisors(self) -> list[float]:
+        """The numbers that divide it."""
+        return [value for value, each in zip(self.factors, self.term.factors, strict=True) if each.divides]
+
+    @property
     def total(self) -> float:
         """The weight of a cross entropy's targets; 0.0: unknown."""
         return float(getattr(self.term.leaf, "_saved_total_weight", 0.0))

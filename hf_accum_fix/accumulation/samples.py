@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ class Split(NamedTuple):
 
     Attributes:
         apart: the parts are parts of the whole.
-        tasks: the parts are micro-batches that may be of two tasks.
+        tasks: the samples may be of two tasks.
         kind: which rows it assumes to belong together; all splits of a kind have to show the same.
         decides: it is the last of its kind.
         narrowed: the parts are rows, only as wide as their own samples, perhaps of two micro-batches.
@@ -68,14 +68,18 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     # One of another width shows whether the loss depends on padding.
     others.sort(key=lambda each: (-len(unseen & _marks(each)), -len(_widths(batch) ^ _widths(each))))
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
-    by_rows = [each for each in alike if rows > 1 and _divides(each, rows)]
-    if by_row := bool(by_rows) and by_rows[0] is batch:
+    if by_row := rows > 1 and _divides(batch, rows):
         both = _joined(batch, others[0]) if others and (unseen or rows < _ENOUGH) else None
-        if unseen and both is not None:
-            yield Split(both, batch, others[0], tasks=True, kind="tasks")
-        yield from _narrowed(batch if both is None or not _divides(both, sample_count(both)) else both, batch)
-        for_all = by_rows if unseen else by_rows[:1]
-        yield from _of_one_kind("rows", chain.from_iterable(map(_row_alone, for_all)))
+        if both is not None and _divides(both, sample_count(both)):
+            narrowed = [*_narrowed(both, kind="narrowed", narrowed=True, tasks=bool(unseen))]
+            if _widths(batch) ^ _widths(others[0]) and not any(each.pads for each in narrowed):
+                # No mask shows where samples end.
+                narrowed = [Split(both, batch, others[0], kind="narrowed", narrowed=True, tasks=bool(unseen))]
+            yield from narrowed
+        else:
+            yield from (each for each in _narrowed(batch, kind="narrowed", narrowed=True) if each.pads)
+        least = _least_row(batch, rows)
+        yield Split(*_divided(batch, [int(row != least) for row in range(rows)]), kind="rows")
     if rows == 1:
         yield from _of_several(batch, others)
     # The last one is most similar, so a sum over tasks has fewer terms there.
@@ -83,8 +87,10 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
         if (both := _joined(batch, other)) is not None:
             yield Split(both, batch, other, tasks=bool(unseen & _marks(other)), kind="micro-batches")
     # Rows that belong together in groups.
-    for size in (size for size in range(2, rows // 2 + 1) if by_row and rows % size == 0):
-        yield from _of_one_kind(f"groups of {size}", _divided(by_rows, [row // size for row in range(rows)]))
+    by_rows = [each for each in alike if by_row and _divides(each, rows)]
+    for size in (size for size in range(2, rows // 2 + 1) if rows % size == 0):
+        divided = (_divided(each, [row // size for row in range(rows)]) for each in by_rows)
+        yield from _of_one_kind(f"groups of {size}", divided)
     blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
     for number in blocks:
         # A row of every block is a pair (DPO), or a triple (TPO).
@@ -92,12 +98,13 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
         flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
         in_blocks = [each for each in flat if _divides(each, rows, height)]
         if height > 1 and in_blocks and in_blocks[0] is batch:
-            divided = _divided(in_blocks, [row % height for row in range(rows)], height)
+            divided = (_divided(each, [row % height for row in range(rows)], height) for each in in_blocks)
             yield from _of_one_kind(f"{number} blocks", divided)
     for kind, fits in (("merged", not unseen), ("interleaved", bool(blocks))):
         if by_row and fits:
-            joined = ((_joined(batch, other, interleaved=kind == "interleaved"), other) for other in others[:3])
-            yield from _of_one_kind(kind, ((both, batch, other) for both, other in joined if both is not None))
+            joined = ((_joined(batch, other, interleaved=kind == "interleaved"), other) for other in others)
+            # Where rows alone cannot be run, these are all that shows coupled samples.
+            yield from _of_one_kind(kind, ((both, batch, other) for both, other in joined if both is not None), 3)
     if (twice := _joined(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
         yield Split(twice, batch, batch)
     one, other, *_ = (*others, batch, batch)
@@ -105,58 +112,55 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
         yield Split(*together, apart=False)
 
 
-def _of_one_kind(kind: str, found: Iterable[Parts]) -> Iterator[Split]:
-    """At most three splits that assume the same rows to belong together, since one may fit by chance."""
-    some = list(islice(found, 3))
+def _of_one_kind(kind: str, found: Iterable[Parts], most: int = 2) -> Iterator[Split]:
+    """Some splits that assume the same rows to belong together: all have to show it."""
+    some = list(islice(found, most))
     for place, each in enumerate(some):
         yield Split(*each, kind=kind, decides=place + 1 == len(some))
 
 
-def _row_alone(batch: Batch) -> Iterator[Parts]:
-    """The row with the fewest targets, and the others; then each further one of `_telling`."""
+def _narrowed(whole: Batch, **given: Any) -> Iterator[Split]:
+    """One row, and all others, as their collator would have padded them, for each row of `_alone`."""
+    rows = _alone(whole, _lengths(whole))
+    for place, row in enumerate(rows):
+        # Where no numbers repeat, the second is for a loss whose terms the first lacks.
+        decides = place + 1 == len(rows) or not _repeating(whole)
+        _, one, other = _divided(whole, [int(each != row) for each in range(sample_count(whole))])
+        yield Split(whole, _narrow(one), _narrow(other), decides=decides, **given)
+
+
+def _lengths(batch: Batch) -> list[int]:
+    """The tokens of each row, as far as a mask shows them."""
+    mask, rows = batch.get("attention_mask"), sample_count(batch)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:
+        return [0] * rows
+    return (mask != 0).sum(1).tolist()
+
+
+def _repeating(batch: Batch) -> list[list[float]]:
+    """The inputs that are one number for each row, and repeat few: weights of samples may be statistics of these."""
     rows = sample_count(batch)
-    least = _least_row(batch, rows)
-    # Of two rows the other leaves the same parts.
-    for alone in _telling(batch, [least, *(row for row in range(rows) if row != least)])[: rows - 1]:
-        yield from _divided([batch], [int(row != alone) for row in range(rows)])
+    columns = [value.tolist() for value in batch.values() if isinstance(value, Tensor) and value.shape == (rows,)]
+    return [each for each in columns if 1 < len(set(each)) < rows]
 
 
-def _telling(batch: Batch, rows: Sequence[int]) -> list[int]:
-    """The first of some rows, and those that have the other extremes of the inputs that are one number for each row.
+def _alone(batch: Batch, lengths: Sequence[int]) -> list[int]:
+    """The two rows that tell most alone: short ones with targets, without the greatest, and without the least values.
 
-    Weights may be statistics of the batch. Those of a single row differ from the batch's, unless it has the greatest
-    value (of w / max w), or the least. At most four, and one where no numbers repeat.
+    A weight over the greatest value of an input that repeats few shows in a row that has another one.
     """
-    columns = [value.tolist() for value in batch.values() if isinstance(value, Tensor) and value.shape == (len(rows),)]
-    repeat = [(min(each), max(each), each) for each in columns if 1 < len(set(each)) < len(rows)]
-    left = {(at, extreme) for at, (least, most, _) in enumerate(repeat) for extreme in (least, most)}
-    held = {row: {(at, each[row]) for at, (*_, each) in enumerate(repeat)} for row in rows}
-    chosen = list[int]()
-    while len(chosen) < _ENOUGH and (left or not chosen):
-        best = rows[0] if not chosen else max(rows, key=lambda row: len(held[row] & left))
-        left -= held[best]
-        chosen.append(best)
-    return chosen
+    rule, repeating = next(ways_of_counting(batch)), _repeating(batch)
+    counts = [float(rule.count(_rows(batch, [row]))) for row in range(sample_count(batch))]
 
+    def ordered(extreme: Any) -> list[int]:
+        def key(row: int) -> tuple[float, ...]:
+            held = sum(each[row] == extreme(each) for each in repeating)
+            return (not counts[row], held, lengths[row], counts[row])
 
-def _narrowed(whole: Batch, batch: Batch) -> Iterator[Split]:
-    """A short row with targets, and all others, as their collator would have padded them; then others of `_telling`.
+        return sorted(range(len(counts)), key=key)
 
-    ``whole``: ``batch``, or several joined; a pair may not show that it is coupled.
-    """
-    mask, every = whole.get("attention_mask"), range(sample_count(whole))
-    lengths = [0] * len(every)
-    if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) == len(every):
-        lengths = (mask != 0).sum(1).tolist()
-    rule = next(ways_of_counting(whole))
-    counts = [float(rule.count(_rows(whole, [row]))) for row in every]
-    rows = sorted(every, key=lambda row: (not counts[row], lengths[row], counts[row]))
-    telling = _telling(whole, rows)
-    # The first may lack a term.
-    for place, alone in enumerate(dict.fromkeys((*telling, *rows[1:2]))):
-        one, other = (_narrow(_rows(whole, its)) for its in ([alone], [row for row in every if row != alone]))
-        if whole is not batch or _widths(one) ^ _widths(other):
-            yield Split(whole, one, other, kind="narrowed", narrowed=True, decides=place + 1 >= len(telling))
+    first, second, *_ = ordered(max)
+    return list(dict.fromkeys((first, ordered(min)[0] if repeating else second)))
 
 
 def _narrow(part: Batch) -> Batch:
@@ -179,13 +183,13 @@ def _narrow(part: Batch) -> Batch:
 
 
 def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Split]:
-    """Four micro-batches of one sample as one batch; the narrowest and the rest, others of `_telling`, the widest."""
+    """Four micro-batches of one sample as one batch: one of `_alone` and the rest, and the widest and the rest."""
     chosen = [batch, *others[:1], *others[1:][2 - _ENOUGH :]]
     chosen.sort(key=lambda each: sum(width for _, width in _widths(each)))
     whole = _all_joined(chosen)
     if whole is None or len(chosen) < 3:
         return
-    telling = _telling(whole, range(len(chosen)))
+    telling = _alone(whole, range(len(chosen)))[: 1 + bool(_repeating(whole))]
     for place, alone in enumerate(dict.fromkeys((*telling, len(chosen) - 1))):
         if rest := _all_joined([each for row, each in enumerate(chosen) if row != alone]):
             yield Split(whole, chosen[alone], rest, kind="micro-batches", decides=place + 1 >= len(telling))
@@ -199,14 +203,11 @@ def _all_joined(batches: Sequence[Batch]) -> Batch | None:
     return whole
 
 
-def _divided(batches: Sequence[Batch], group_of: Sequence[int], height: int = 0) -> Iterator[Parts]:
-    """The rows of one group, and all others, for each group; ``group_of``: by row; ``height`` as for `_rows`."""
-    groups = sorted(set(group_of))
-    # Of two groups the second leaves the same parts as the first.
-    for group in groups if len(groups) > 2 else groups[:1]:
-        its = [row for row, its_group in enumerate(group_of) if its_group == group]
-        rest = [row for row, its_group in enumerate(group_of) if its_group != group]
-        yield from ((each, _rows(each, its, height), _rows(each, rest, height)) for each in batches)
+def _divided(batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
+    """A batch, the rows of its first group, and all others; ``group_of``: by row; ``height`` as for `_rows`."""
+    is_first = [each == min(group_of) for each in group_of]
+    one, other = ([row for row, its in enumerate(is_first) if its is wanted] for wanted in (True, False))
+    return batch, _rows(batch, one, height), _rows(batch, other, height)
 
 
 def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
