@@ -112,7 +112,10 @@ def _of_one_kind(
 
     ``whole``: the forward that it was concluded from.
     """
-    if before is not None:
+    if before is not None and not latest.terms:
+        # Its loss is zero, which shows nothing.
+        return before
+    if before is not None and before[0].terms:
         first, _ = before
         if _may_be_the_split(first):
             return before

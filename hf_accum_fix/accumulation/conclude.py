@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -337,7 +337,9 @@ def _matched(seen: Sequence[list[TermReading]], compared: Comparison) -> tuple[l
     for shape in dict.fromkeys(each for terms in shapes for each in terms):
         each = [[term for term in terms if term.shape == shape] for terms in seen]
         whole, one, other = map(len, each)
-        if whole == one == other:
+        if _are_one_sum(each):
+            found.append(_candidate(each, None, compared))
+        elif whole == one == other:
             found += [
                 _candidate([[term] for term in terms], place, compared)
                 for place, terms in enumerate(zip(*each, strict=True))
@@ -354,6 +356,13 @@ def _matched(seen: Sequence[list[TermReading]], compared: Comparison) -> tuple[l
                 for place, term in enumerate(each[0])
             ]
     return found, mismatch
+
+
+def _are_one_sum(seen: Sequence[Sequence[TermReading]]) -> bool:
+    """Whether terms are sums over parts of a batch (chunks of its logits) that are divided by one count."""
+    alike = all(len({each.factors for each in terms}) == 1 for terms in seen)
+    divides = any(each.term.divides or not each.term.readable for terms in seen for each in terms)
+    return alike and not divides and max(map(len, seen)) > 1 and len({terms[0].factors for terms in seen}) > 1
 
 
 def _are_rows(whole: int, one: int, other: int, readings: Sequence[Reading]) -> bool:
@@ -453,8 +462,18 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
     shows = 0.0 not in values
     may_add_up = has_values and compared.apart and not (whole.term.rows or are_means)
     if may_add_up and (shows or not whole.factors) and _adds_up([v or 0.0 for v in values], min(tolerance, 0.2)):
-        return candidate.judged(how=How.SUM)
+        given = next(_given_counts(whole, compared.whole.batch), None)
+        return candidate.judged(how=How.SUM) if given is None else candidate.judged(how=How.MEAN, **given)
     return candidate.judged(f"{whole.name} is {How.PLAIN.value}", shows=shows)
+
+
+def _given_counts(term: TermReading, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """How a term is divided by a number among the inputs, which is a count that the parts of a batch do not show."""
+    rules = [rule for rule in (Items((key,), given=True) for key in batch) if rule.has_targets(batch)]
+    for place, value in enumerate(term.factors):
+        for rule in rules if term.term.factors[place].divides and value != 1 else ():
+            if float(rule.count(batch)) == value:
+                yield {"counts": (place,), "rules": {rule: 1.0}, "count": value}
 
 
 def _tested_mean(
@@ -484,7 +503,7 @@ def _tested_mean(
         return candidate.judged(doubt, how=How.PLAIN)
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)
-    if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], min(tolerance, 1e-5))):
+    if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], 1e-5)):
         # A mean times the samples of its batch is near a sum.
         multiplied = any(not whole.term.factors[at].divides for at in candidate.spec.counts)
         grows = multiplied and compared.apart and has_values and _growth([v or 0.0 for v in values], compared)[0]

@@ -76,6 +76,7 @@ class Items:
             of what they hold under this name (the boxes of an image). None: the input is a tensor.
         block: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones;
             (2, 3), the reference texts after both. None: all rows.
+        given: the input is the number of items itself, a number or a tensor of one.
         per_sample: the items are the samples with a target, all of one weight (see `per_sample`).
         mix: the items are a weighted sum of other counts (boxes, and queries without one).
     """
@@ -87,12 +88,17 @@ class Items:
     width_of: str | None = None
     entry: str | None = None
     block: tuple[int, int] | None = None
+    given: bool = False
     per_sample: bool = False
     mix: tuple[tuple[float, Items], ...] = ()
 
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a micro-batch has the counted input."""
-        return not self.keys or isinstance(inputs, ZeroWeightBatch) or inputs.get(self.keys[0]) is not None
+        if not self.keys or isinstance(inputs, ZeroWeightBatch):
+            return True
+        value = inputs.get(self.keys[0])
+        is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        return is_number if self.given else value is not None
 
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """Boolean tensor shaped like the counted input: which of its positions are targets.
@@ -130,6 +136,10 @@ class Items:
         if self.entry is not None or not self.keys or isinstance(inputs, ZeroWeightBatch):
             device = device or torch.device("cpu")
             return torch.full((), self._rows(inputs), dtype=count_dtype(device), device=device)
+        if self.given:
+            number = torch.as_tensor(inputs[self.keys[0]])
+            device = device or number.device
+            return number.detach().to(device, count_dtype(device)).reshape(())
         found = self.targets(inputs)
         if self.per_sample:
             found = self._by_sample(inputs, found)[1] > 0
@@ -168,7 +178,7 @@ class Items:
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
         """
         result = dict(inputs)
-        counted = result.get(self.keys[0]) if self.keys and self.entry is None else None
+        counted = result.get(self.keys[0]) if self.keys and self.entry is None and not self.given else None
         is_marked = self.ignore_index is not None or self.width_of is not None
         if counted is None or not is_marked or counted.is_floating_point() or counted.dtype is torch.bool:
             return result
@@ -205,6 +215,8 @@ class Items:
             return f"rows of {self.entry or self.keys[0]!r}"
         if not self.keys:
             return "samples"
+        if self.given:
+            return f"{self.keys[0]!r}"
         if self.per_sample:
             return f"samples, by {replace(self, per_sample=False)}"
         words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]

@@ -398,6 +398,10 @@ def _inner(edge: Edge) -> Iterator[Factor]:
             yield found[1]
         elif does == "pass":
             edge = _passed(node, output)
+        elif does == "mean":
+            # Over some dimensions.
+            edge = _live(node)[0]
+            yield Factor(float(node._saved_self_sym_numel) / math.prod(_shape(node)), divides=True)
         else:
             return
 

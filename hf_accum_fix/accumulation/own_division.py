@@ -45,13 +45,13 @@ def own_division(
 ) -> LossContract:
     """Mark those `step_candidates` as the trainer's division that changed with the steps in the arguments.
 
-    A constant that did not change is a coefficient, unless it is 1/G or 1/W: then it may be either. One that changed
+    A constant that did not change is a coefficient, unless the trainer's whole loss is times 1/G or 1/W (G or W if it
+    divides by the number): then it may be either. One that changed
     with the ranks multiplies a loss that divides by the items of all ranks. A sum over the batch size of the arguments
     is a mean over the samples of a full micro-batch, so its micro-batches are averaged.
     """
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
-    telling |= {1 / number for number in telling}
     terms, before, after = list(found.terms), terms_of(found, whole), terms_of(found, more)
     for at, spec in enumerate(terms):
         times = [
@@ -70,8 +70,9 @@ def own_division(
         own = [place for place in places if _is_any(times[place], (2.0, 3.0))]
         by_size = [place for place in places if _is_any(times[place], [BATCH_SIZE * each for each in (1, 2, 3)])]
         unknown = len(own) + len(still) + len(by_size) < len(places) or (by_size and spec.how is not How.SUM)
-        scales = [*(before[at].factors[place] for place in still), before[at].product(still)]
-        either = [scale for scale in scales if _is_any(scale, telling)]
+        of_all = [place for place in still if all(_has(each, place, before[at]) for each in before)]
+        scales = [*(before[at].product([place]) for place in of_all), before[at].product(of_all)]
+        either = [scale for scale in scales if _is_any(abs(scale if numbers else 1 / scale), telling)]
         why = ""
         if unknown:
             why = "it is scaled by the accumulation steps or the batch size in an unknown way; the scale is kept"
@@ -93,6 +94,11 @@ def own_division(
         reason = "it is a sum over the batch size in the arguments"
         found = replace(found, reduction=Reduction.MEAN, items=Items(), reason=reason)
     return found
+
+
+def _has(other: TermReading, place: int, term: TermReading) -> bool:
+    """Whether another term has the factor in this place, too, or is the model's own loss."""
+    return not other.outer or (place < other.outer and is_near(other.product([place]), term.product([place])))
 
 
 def _is_any(value: float, numbers: Iterable[float]) -> bool:

@@ -49,13 +49,10 @@ def matching_rules(
         if ratio and all(_is_close(n, max(ratio * m, least)) for n, m in zip(counts, by_rule, strict=True)):
             in_proportion[rule] = ratio
     found = {rule: 1.0 for rule, ratio in in_proportion.items() if _is_close(ratio, 1.0)}
-    if not found and batches[1] is not batches[2]:
+    if batches[1] is not batches[2]:
         # Elements: several for each item, or several items for each.
-        found = {
-            rule: ratio
-            for rule, ratio in in_proportion.items()
-            if any(_is_close(n, round(n)) for n in (ratio, 1 / ratio))
-        }
+        whole = {rule for rule, n in in_proportion.items() if any(_is_close(each, round(each)) for each in (n, 1 / n))}
+        found |= {rule: ratio for rule, ratio in in_proportion.items() if rule in whole and rule not in found}
     mixed = None if found or given else _mixed(counts, batches)
     return found if mixed is None else {mixed: 1.0}
 
