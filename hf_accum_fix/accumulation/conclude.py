@@ -471,7 +471,7 @@ def _given_counts(term: TermReading, batch: Mapping[str, Any]) -> Iterator[dict[
     """How a term is divided by a number among the inputs, which is a count that the parts of a batch do not show."""
     rules = [rule for rule in (Items((key,), given=True) for key in batch) if rule.has_targets(batch)]
     for place, value in enumerate(term.factors):
-        for rule in rules if term.term.factors[place].divides and value != 1 else ():
+        for rule in rules if term.term.factors[place].divides else ():
             if float(rule.count(batch)) == value:
                 yield {"counts": (place,), "rules": {rule: 1.0}, "count": value}
 
@@ -524,7 +524,9 @@ def _tested_mean(
     if any(not is_near(a, b + c, 1e-5) for a, b, c in shared):
         # (a + b) / (a + b).detach() may add up where both have as many items.
         doubt = "one number that is no count divides several of its terms"
-    return candidate.judged(doubt, rules=rules)
+    # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on.
+    varies = not has_values or any(not is_near(values[0] or 0.0, value) for value in values[1:])
+    return candidate.judged(doubt, shows=varies or not weights_elements(whole.term.leaf), rules=rules)
 
 
 def _rules_of(

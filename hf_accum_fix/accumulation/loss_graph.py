@@ -34,7 +34,7 @@ _NODES = {
     "add": "Add Sub Rsub",
     "factor": "Neg Mul Div Where",
     "mean": "Mean",
-    "sum": "Sum Nansum Dot",
+    "sum": "Sum Nansum Dot Mm Bmm",
     "stack": "Stack Cat",
     "choose": "Topk Kthvalue",
 }
@@ -42,6 +42,8 @@ _NODES = {
 ROWS: Mapping[str, str] = MappingProxyType({name: does for does, names in _NODES.items() for name in names.split()})
 #: Losses that divide by rows, not by elements.
 _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
+#: Sums of products.
+_PRODUCTS = ("Dot", "Mm", "Bmm")
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
 #: Layers, through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
@@ -255,7 +257,7 @@ class _Reader:
         below = _live(node)[0]
         stacked, parts = _stacked(below[0]), [(below, path)]
         # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
-        multiplies = type(node).__name__.startswith("Dot") and (bool(stacked) or len(_live(node)) > 1)
+        multiplies = type(node).__name__.startswith(_PRODUCTS) and (bool(stacked) or len(_live(node)) > 1)
         hides = node if multiplies else below[0] if _does(below[0]) == "choose" else None
         if hides is not None:
             yield Term(type(hides).__name__, node, path, readable=False, learnt=_is_learnt(node))
@@ -336,6 +338,8 @@ def _factor(node: Any) -> tuple[Edge, Factor] | None:
     if kind == "Where":
         return below, Factor(node._saved_condition if side else ~node._saved_condition)
     value, learnt = node._saved_other if side else node._saved_self, edges[side][0] is not None
+    if isinstance(value, Tensor) and value.shape == (1,):
+        value = value.reshape(())
     return below, Factor(value.detach() if learnt else value, kind == "Div", node if learnt else None)
 
 
@@ -436,6 +440,8 @@ def _is_layer(node: Any) -> bool:
 
 def _has_weights(node: Any) -> bool:
     """Whether a node multiplies a tensor by another one without gradient."""
+    if type(node).__name__.startswith(_PRODUCTS):
+        return len(_live(node)) == 1
     multiplies = type(node).__name__.startswith(("MulBackward", "DivBackward"))
     try:
         if hasattr(node, "_saved_reduction"):

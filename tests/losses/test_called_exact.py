@@ -781,7 +781,37 @@ def of_one_class(s: Seen) -> Tensor:
     return (s.each_class * its).sum() / its.sum().clamp(min=1)
 
 
+def in_parts(s: Seen) -> Tensor:
+    losses, valid = s.each_token
+    return sum((each.sum() for each in losses.flatten().split(7)), torch.zeros(())) / valid.sum()
+
+
+def products(s: Seen) -> Tensor:
+    losses, valid = s.each_token
+    return torch.einsum("bt,bt->", losses, valid.double()) / valid.sum()
+
+
+def over_one_element(s: Seen) -> Tensor:
+    losses, valid = s.each_token
+    return (losses.sum() / valid.sum().view(1)).sum()
+
+
+def with_sentences(samples: Sequence[Sample]) -> Batch:
+    return {**padded_tags(samples), "sentences": len(samples)}  # type: ignore[dict-item]
+
+
 PUBLIC_EXACT = [
+    # A temperature squared, that is G by chance; a trainer's own division would be in both terms.
+    public("four-times-one-term", lambda t, s, n: s.tokens + 4.0 * s.classes, cuts=((2, 4),)),
+    public("half-of-one-term", lambda t, s, n: s.tokens + 0.5 * s.classes, cuts=((4, 2),)),
+    public("a-sum-in-parts", lambda t, s, n: in_parts(s)),
+    public("a-sum-of-products", lambda t, s, n: products(s)),
+    public("a-count-of-one-element", lambda t, s, n: over_one_element(s)),
+    public("a-mean-over-samples-of-sums", lambda t, s, n: s.classes + s.logits[:, :2].square().mean(0).sum()),
+    replace(
+        public("over-a-number-in-the-batch", lambda t, s, n: s.each_class.sum() / s.batch["sentences"]),
+        collate=with_sentences,
+    ),
     public("sum-over-the-batch-size", lambda t, s, n: s.each_class.sum() / size(t), lambda s, _: s.classes),
     public(
         "sum-over-the-global-batch",
@@ -902,7 +932,15 @@ def over_last(trainer: Any, s: Seen, number: Any) -> Tensor:
     return s.tokens / before[-2]
 
 
+def normed_weights(s: Seen) -> Tensor:
+    """Weights over their mean, of a policy's ratios, which begin at 1."""
+    weights = 1.0 + s.batch["kind"]
+    ratio = (s.each_class - s.each_class.detach()).exp()
+    return -(weights / weights.double().mean() * ratio).mean()
+
+
 SAID = [
+    public("normed-weights-of-ratios", lambda t, s, n: normed_weights(s)),
     # At G = 2 a half may be the trainer's own division, beside the batch size too.
     public(
         "half-a-sum-over-the-batch-size",
