@@ -338,8 +338,6 @@ def _factor(node: Any) -> tuple[Edge, Factor] | None:
     if kind == "Where":
         return below, Factor(node._saved_condition if side else ~node._saved_condition)
     value, learnt = node._saved_other if side else node._saved_self, edges[side][0] is not None
-    if isinstance(value, Tensor) and value.shape == (1,):
-        value = value.reshape(())
     return below, Factor(value.detach() if learnt else value, kind == "Div", node if learnt else None)
 
 

@@ -66,15 +66,19 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     # The least similar one with targets comes first.
     others = [each for each in reversed(ordered[1:]) if _informative(each)[0] or unseen & _marks(each)] or ordered[1:]
     # One of another width shows whether the loss depends on padding.
-    others.sort(key=lambda each: (-len(unseen & _marks(each)), -len(_widths(batch) ^ _widths(each))))
+    others.sort(key=lambda each: -len(_widths(batch) ^ _widths(each)))
+    of_task = max(others, key=lambda each: len(unseen & _marks(each)), default=batch) if unseen else batch
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
     if by_row := rows > 1 and _divides(batch, rows):
-        both = _joined(batch, others[0]) if others and (unseen or rows < _ENOUGH) else None
-        if both is not None and _divides(both, sample_count(both)):
-            narrowed = [*_narrowed(both, kind="narrowed", narrowed=True, tasks=bool(unseen))]
+        more = [*others[:1], *(each for each in [of_task] if not any(each is other for other in (batch, *others[:1])))]
+        whole = _all_joined([batch, *more]) if unseen or rows < _ENOUGH else batch
+        if more and whole is not None and whole is not batch and _divides(whole, sample_count(whole)):
+            narrowed = [*_narrowed(whole, kind="narrowed", narrowed=True, tasks=bool(unseen))]
             if _widths(batch) ^ _widths(others[0]) and not any(each.pads for each in narrowed):
                 # No mask shows where samples end.
-                narrowed = [Split(both, batch, others[0], kind="narrowed", narrowed=True, tasks=bool(unseen))]
+                rest = _all_joined(more)
+                assert rest is not None
+                narrowed = [Split(whole, batch, rest, kind="narrowed", narrowed=True, tasks=bool(unseen))]
             yield from narrowed
         else:
             yield from (each for each in _narrowed(batch, kind="narrowed", narrowed=True) if each.pads)
@@ -145,22 +149,15 @@ def _repeating(batch: Batch) -> list[list[float]]:
 
 
 def _alone(batch: Batch, lengths: Sequence[int]) -> list[int]:
-    """The two rows that tell most alone: short ones with targets, without the greatest, and without the least values.
+    """The two rows that tell most alone: short, with targets, and with other values of the inputs that repeat few.
 
-    A weight over the greatest value of an input that repeats few shows in a row that has another one.
+    A weight over the greatest value of such an input shows in one of them, or in the rest.
     """
     rule, repeating = next(ways_of_counting(batch)), _repeating(batch)
     counts = [float(rule.count(_rows(batch, [row]))) for row in range(sample_count(batch))]
-
-    def ordered(extreme: Any) -> list[int]:
-        def key(row: int) -> tuple[float, ...]:
-            held = sum(each[row] == extreme(each) for each in repeating)
-            return (not counts[row], held, lengths[row], counts[row])
-
-        return sorted(range(len(counts)), key=key)
-
-    first, second, *_ = ordered(max)
-    return list(dict.fromkeys((first, ordered(min)[0] if repeating else second)))
+    first, *others = sorted(range(len(counts)), key=lambda row: (not counts[row], lengths[row], counts[row]))
+    # Of equal ones the first.
+    return [first, min(others, key=lambda row: sum(each[row] == each[first] for each in repeating))]
 
 
 def _narrow(part: Batch) -> Batch:

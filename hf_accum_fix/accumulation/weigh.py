@@ -462,6 +462,7 @@ def _product(term: Term, places: Sequence[int]) -> Number:
         if isinstance(value, Tensor):
             # An integer tensor divided by a Python number would be float32.
             value = value.detach() if value.is_floating_point() else value.to(count_dtype(value.device))
+            value = value.reshape(()) if value.ndim else value
         if factor.divides:
             result = value if isinstance(result, float) and result == 1.0 else result * value
         else:

@@ -164,6 +164,8 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "masked mean": (lambda x: (x.each * MASK).sum() / COUNT, "Sum /3"),
     "masked mean, clamped": (lambda x: (x.each * MASK).sum() / (0 * COUNT).clamp(min=1), "Sum /1"),
     "masked mean by a product": (lambda x: x.each.dot(MASK) / COUNT, "Dot /3"),
+    "masked mean by a matrix product": (lambda x: (x.each[None] @ MASK[:, None]).squeeze() / COUNT, "Mm /3"),
+    "masked mean by an einsum": (lambda x: torch.einsum("b,b->", x.each, MASK) / COUNT, "Bmm /3"),
     "mean of what a mask picks": (lambda x: x.each[MASK.bool()].mean(), "Mean /[3]"),
     "weights of rows": (lambda x: (x.each * (MASK / COUNT)).sum(), "Sum"),
     "a mean of each row": (lambda x: (x.each / torch.arange(1, 7)).mean(), "Mean /[6]"),

@@ -791,11 +791,6 @@ def products(s: Seen) -> Tensor:
     return torch.einsum("bt,bt->", losses, valid.double()) / valid.sum()
 
 
-def over_one_element(s: Seen) -> Tensor:
-    losses, valid = s.each_token
-    return (losses.sum() / valid.sum().view(1)).sum()
-
-
 def with_sentences(samples: Sequence[Sample]) -> Batch:
     return {**padded_tags(samples), "sentences": len(samples)}  # type: ignore[dict-item]
 
@@ -806,7 +801,6 @@ PUBLIC_EXACT = [
     public("half-of-one-term", lambda t, s, n: s.tokens + 0.5 * s.classes, cuts=((4, 2),)),
     public("a-sum-in-parts", lambda t, s, n: in_parts(s)),
     public("a-sum-of-products", lambda t, s, n: products(s)),
-    public("a-count-of-one-element", lambda t, s, n: over_one_element(s)),
     public("a-mean-over-samples-of-sums", lambda t, s, n: s.classes + s.logits[:, :2].square().mean(0).sum()),
     replace(
         public("over-a-number-in-the-batch", lambda t, s, n: s.each_class.sum() / s.batch["sentences"]),
