@@ -398,6 +398,18 @@ def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
     assert not part.counts()[0]
 
 
+def test_the_positions_of_a_router_are_not_compared_in_a_weightless_micro_batch() -> None:
+    """Its rule counts none there, whatever the loss is over."""
+    router = spec("Mean", "*/", how=How.ROUTER, counts=(1,), rules={SAMPLES: 1.0})
+    case = Case("a router's loss without a row", lambda m, b, n: m.ce(b) + 0.02 * m.each(b)[1:].mean(), (CE, router))
+    changed = []
+    for batch in (WINDOW[0], ZeroWeightBatch(WINDOW[0])):
+        part = part_of(case, 4, 1)
+        run_one(case, Model(), batch, part)
+        changed.append(part.changed)
+    assert changed == ["MeanBackward0 is not over every position, as it was in the observed batch", ""]
+
+
 # --- what is held against the prediction -----------------------------------------------------------------------------
 
 
