@@ -40,7 +40,7 @@ from hf_accum_fix.accumulation.declared import (
     requires_number,
     wants_number,
 )
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
+from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
@@ -260,14 +260,14 @@ class AccumulationWindow:
         """
         host, window = self._host, self._counted(model, next(iter(model.parameters())).device)
         part, batch = window.part_of(batch), self._as_its_own(batch)
-        contract, normalizer = part.contract, part.normalizer
+        contract = part.contract
         with host.router.micro_batch(max(self._begun - 1, 0)):
             if contract.is_read:
                 with capture(contract, host.bare(model)) as captured:
-                    loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
-                weighed = window.weigh(loss, batch, captured, zero_weight=isinstance(batch, ZeroWeightBatch))
+                    loss, _ = host.forward(model, batch, part.number if contract.hands_number else None)
+                weighed = window.weigh(loss, batch, captured, batch)
             else:
-                loss, _ = run_by_rule(contract, batch, window.count_of(batch), normalizer, partial(host.forward, model))
+                loss, _ = run_by_rule(part, batch, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
         window.add(weighed.value)
         return weighed.loss
@@ -286,15 +286,16 @@ class AccumulationWindow:
             ContractError: if no contract was given.
         """
         host, window, batch = self._host, self._counted(None, loss.device), self._as_its_own(batch)
-        part, items = window.part_of(batch), window.count_of(batch)
-        if unlike := unlike_declared(loss, part.contract, items, part.normalizer):
+        part, items = window.part_of(batch), window.items_of(batch)
+        if unlike := unlike_declared(loss, part, items):
             host.warn_once(
                 "declared",
                 f"scale(): got a loss that {unlike}, by its graph; expected one that {part.contract}; pass its true "
                 "contract; until then it gets the plain mean over micro-batches, and is not exact",
             )
         else:
-            loss = scale_of(part.contract, batch, items, part.normalizer, own_loss=True).apply(loss)
+            *_, ratio = scale_of(part, batch, items, own_loss=True)
+            loss = loss if ratio is None else scale_mean(loss, ratio)
         weighed = window.average(loss)
         window.add(weighed.value)
         return weighed.loss
@@ -306,7 +307,7 @@ class AccumulationWindow:
         Raises:
             ContractError: if the window has not been counted: no loss was requested, and no contract given.
         """
-        return self._counted(None, None).counts.parts[0].normalizer.mean
+        return self._counted(None, None).counts.parts[0].mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.

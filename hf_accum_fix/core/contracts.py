@@ -77,13 +77,11 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
 
 def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -> None:
     """Observe one loss in a window, and update its contract."""
-    seen: LossContract | None = None
-    error: Exception | None = None
-    is_first = loss is host.state.first
+    is_first, error = loss is host.state.first, None
     try:
         seen = host.observe(batches, number)
     except Exception as caught:
-        error = caught
+        seen, error = None, caught
     goes_on = host.world_size == 1 or (not is_first and loss.contract is None)
     if error is not None and goes_on and not isinstance(error, AccumFixError) and not out_of_memory(error):
         # If training runs this forward, it raises the error itself.
@@ -167,19 +165,18 @@ def check_alike(
     Returns:
         All ranks' tasks, in one order, and whether any rank reconsiders its losses.
     """
-    labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
+    labels = {key for batch in _mappings(batches) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
     gathered = host.all_of((len(batches), bool(labels), held, list(tasks), host.state.reconsiders), error)
-    lengths = [length for length, *_ in gathered]
+    lengths, labelled, found, tasks_of_ranks, again = zip(*gathered, strict=True)
     if len({length if host.shards else bool(length) for length in lengths}) > 1:
         raise ranks.uneven(dict(enumerate(lengths)))
-    if len({labelled for _, labelled, *_ in gathered}) > 1:
-        found = ranks.by_rank([held for _, _, held, *_ in gathered])
+    if len(set(labelled)) > 1:
         raise RankError(
-            f"got {found}; expected labels on every rank or on none; look at the collator and its inputs on the rank "
-            "without"
+            f"got {ranks.by_rank(found)}; expected labels on every rank or on none; look at the collator and its "
+            "inputs on the rank without"
         )
-    return list(dict.fromkeys(task for *_, tasks, _ in gathered for task in tasks)), any(each for *_, each in gathered)
+    return list(dict.fromkeys(task for its in tasks_of_ranks for task in its)), any(again)
 
 
 def remarks(
@@ -194,10 +191,7 @@ def remarks(
     if found.reduction is Reduction.PLAIN:
         why = "it is unknown whether the split changes it."
         if found.coupled:
-            why = (
-                "the samples of a micro-batch are coupled, so the loss depends on the split. Use micro-batches of more "
-                "than one sample."
-            )
+            why = "its samples are coupled, so it depends on the split. Use micro-batches of more than one sample."
         yield "inexact", f"{head}: {found.reason}. It {outcome}: {why}"
     elif found.doubt:
         yield "inexact", f"{head}: {found.doubt}. It is reported as not exact."

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_accum_fix.accumulation.conclude import NUMBERS
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
+from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, count_dtype
-from hf_accum_fix.accumulation.scaling import Normalizer
+from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.accumulation.preserve import preserved_state
+from hf_accum_fix.accumulation.reading import ForgottenError, LossRun, run_with_graph
 from hf_accum_fix.accumulation.tasks import describe, task_of
-from hf_accum_fix.accumulation.weigh import Part, WindowCheck
-from hf_accum_fix.core.counting_pass import count_by_forwards
+from hf_accum_fix.accumulation.weigh import weigh
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
 
-#: Items of a window by each rule, 0-dim, over all ranks.
+#: Items of a window by each rule of one loss, 0-dim, over all ranks.
 Totals = Mapping[Items, Tensor]
 
 
@@ -35,46 +38,12 @@ class WindowCounts:
         each: of each micro-batch of this rank, by each rule of its loss, and by place (see `Counts`).
         number: as upstream counts over all ranks, 0-dim; None: upstream does not.
         parts: one for each loss, the first task's first.
-        corrects: the gradient is corrected at the end of the window.
     """
 
     total: Tensor = field(default_factory=lambda: torch.zeros(()))
     each: list[Counts] = field(default_factory=list)
     number: Tensor | None = None
     parts: list[Part] = field(default_factory=list)
-    corrects: bool = False
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What the ranks sum.
-
-    Attributes:
-        totals: items of each loss by each of its rules, 0-dim.
-        number: as upstream counts, 0-dim.
-        flags: this rank has a new task or a changed loss; had other counts than predicted; had an inexact window.
-        routing: see `RouterLoss.count`.
-    """
-
-    totals: Sequence[Tensor]
-    number: Tensor
-    flags: tuple[bool, bool, bool]
-    routing: Tensor
-
-    def over_ranks(self, host: Host, fetched: int, error: Exception | None) -> Sums:
-        """The sums, by one collective; the error of one rank, which has ``fetched`` micro-batches, is raised on all."""
-        runs = fetched if host.shards else min(fetched, 1)
-        status = ranks.pack_status(runs, error, self.number)
-        flags = [torch.full_like(self.number, flag) for flag in self.flags]
-        slots = [*map(torch.stack, ([*self.totals, self.number], status, flags)), self.routing]
-        items, summed, found, routing = torch.split(host.summed(torch.cat(slots)), [*map(len, slots)])
-        suspects, place = runs < (host.steps if host.shards else 1), {"rank": host.rank, "world_size": host.world_size}
-        ranks.check_status(summed, runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
-        # Tensor-parallel ranks have all counted the same samples.
-        copies = host.world_size // host.data_ranks
-        totals = (items[:-1] / copies).unbind()
-        asks, differs, inexact = map(bool, found.tolist()) if host.hears else self.flags
-        return Sums(totals, items[-1], (asks, differs, inexact), routing / copies)
 
 
 def count_window(
@@ -88,20 +57,24 @@ def count_window(
     state, several = host.state, host.world_size > 1
     # One rank alone has observed its new tasks.
     asks = several and (state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches))
-    rules, zero = _rules(host), torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    # Several losses are weighted by their samples.
+    samples = [Items()] * (len(state.contracts) > 1)
+    rules = [list(dict.fromkeys((*contract.rules, *samples))) for contract in state.contracts]
+    zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
     routing, error = count_routing(host, batches, error)
     each, totals = list[Counts](), [zero] * sum(map(len, rules))
     try:
         each, totals = _count(host, rules, batches, strict=several and not asks)
     except Exception as caught:
         error = error or caught
-    upstream = zero if number is None else torch.as_tensor(number).to(zero)
-    sums = Sums(totals, upstream, (asks, state.differs, state.unreported), routing)
+    items = [*totals, zero if number is None else torch.as_tensor(number).to(zero)]
+    # This rank has a new task or a changed loss; had other counts than predicted; had an inexact window.
+    flags = [asks, state.differs, state.unreported]
     if several:
-        sums = sums.over_ranks(host, len(batches), error)
+        items, flags, routing = _over_ranks(host, len(batches), error, items, flags, routing)
     elif error is not None:
         raise error
-    asks, differs, inexact = sums.flags
+    asks, differs, inexact = flags
     if asks and host.hears:
         return None
     if asks:
@@ -111,18 +84,31 @@ def count_window(
     if inexact and not state.unreported:
         state.note_inexact(state.opened - bool(batches))
     state.unreported = False
-    counts, by_rule = WindowCounts(zero, each, None if number is None else sums.number), iter(sums.totals)
-    _set_parts(host, counts, [{rule: next(by_rule) for rule in its} for its in rules], batches)
+    counts, summed = WindowCounts(zero, each, None if number is None else items[-1]), iter(items)
+    _set_parts(host, counts, [{rule: next(summed) for rule in its} for its in rules], batches)
     _note_inexact(host, counts, batches)
-    host.router.settle(sums.routing, max(len(batches), 1), host.data_ranks)
+    host.router.settle(routing, max(len(batches), 1), host.data_ranks)
     return counts
 
 
-def _rules(host: Host) -> list[list[Items]]:
-    """The rules that count each loss; several losses are weighted by their samples."""
-    contracts = host.state.contracts
-    samples = [Items()] * (len(contracts) > 1)
-    return [list(dict.fromkeys((*contract.rules, *samples))) for contract in contracts]
+def _over_ranks(
+    host: Host, fetched: int, error: Exception | None, items: list[Tensor], flags: list[bool], routing: Tensor
+) -> tuple[list[Tensor], list[bool], Tensor]:
+    """What the ranks sum, by one collective; the error of one that has ``fetched`` micro-batches is raised on all.
+
+    ``items``: of each loss by each of its rules, and at last as upstream counts, 0-dim; ``routing``: of
+    `RouterLoss.count`.
+    """
+    runs, like = fetched if host.shards else min(fetched, 1), items[-1]
+    status = ranks.pack_status(runs, error, like)
+    slots = [*map(torch.stack, (items, status, [torch.full_like(like, flag) for flag in flags])), routing]
+    counts, summed, found, routing = torch.split(host.summed(torch.cat(slots)), [*map(len, slots)])
+    suspects, place = runs < (host.steps if host.shards else 1), {"rank": host.rank, "world_size": host.world_size}
+    ranks.check_status(summed, runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
+    # Tensor-parallel ranks have all counted the same samples.
+    copies = host.world_size // host.data_ranks
+    heard = [*map(bool, found.tolist())] if host.hears else flags
+    return [*(counts[:-1] / copies), counts[-1]], heard, routing / copies
 
 
 def _count(
@@ -142,8 +128,8 @@ def _count(
 
 
 def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
-    """Set the part of each loss in the window, and whether its gradient is corrected."""
-    state = host.state
+    """Set the part of each loss in the window."""
+    state, zero = host.state, counts.total
     losses = [each for each in state.losses if each.contract is not None]
     # Reading would wait for another device. First, since the contracts may change.
     differs = [
@@ -152,36 +138,73 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
     ]
     samples = torch.stack([by_rule[Items()] for by_rule in totals]) if len(totals) > 1 else None
     # One number cannot correct several losses; where samples are not read, a window may have all of them.
-    several_losses = samples is not None and (not host.on_cpu or int((samples > 0).sum()) > 1)
-    corrects = state.corrects or state.unproven > 0 or (host.data_ranks == 1 and host.corrects_alone)
-    state.unproven = max(state.unproven - 1, 0)
-    counts.corrects = corrects and not (several_losses or is_deepspeed(host.accelerator))
+    one_loss = samples is None or (host.on_cpu and int((samples > 0).sum()) <= 1)
+    corrects = state.corrects > 0 or (host.data_ranks == 1 and host.corrects_alone)
+    corrects = corrects and one_loss and not is_deepspeed(host.accelerator)
+    state.corrects = max(state.corrects - 1, 0)
     # Of the samples that have each loss (see `tasks`).
     shares = [1.0] if samples is None else [*(samples.clamp(min=1) / samples.sum().clamp(min=1))]
+    lengths = (len(batches), host.data_ranks, corrects, engine_divisor(host.accelerator))
     for contract, by_rule, share in zip(state.contracts, totals, shares, strict=True):
-        n = [by_rule[rule] for rule in contract.rules] or [torch.zeros_like(counts.total)]
-        counts.total = counts.total + n[0]
-        normalizer = Normalizer.of(
-            contract,
-            [each / share for each in n],
-            len(batches),
-            host.data_ranks,
-            is_corrected=counts.corrects,
-            engine_divisor=engine_divisor(host.accelerator),
-        )
-        counts.parts.append(Part(contract, normalizer, WindowCheck(contract, counts.corrects)))
-    if counts.parts[0].normalizer.is_whole:
+        n = {rule: by_rule[rule] for rule in contract.rules} or {Items(): zero}
+        counts.total = counts.total + next(iter(n.values()))
+        counts.parts.append(Part(contract, {rule: each / share for rule, each in n.items()}, *lengths))
+    if counts.parts[0].is_whole or not (any(differs) or any(loss.needs_forwards for loss in losses)):
         return
-    if any(differs) or any(loss.needs_forwards for loss in losses):
-        counted = count_by_forwards(host, batches, counts.parts, counts.each, handed=counts.number is not None)
-        for at, (loss, by_rule, by_place) in enumerate(zip(losses, totals, counted, strict=True)):
-            contract = counts.parts[at].contract
-            if host.readable and len(contract.rules) > 1:
-                places = {place: float(n) for place, n in by_place.items()}
-                contract = loss.contract = contract.fitting(_values(by_rule), places)
-            n_of_terms = {place: n / shares[at] for place, n in by_place.items()}
-            normalizer = counts.parts[at].normalizer.counted(contract, n_of_terms)
-            counts.parts[at] = Part(contract, normalizer, WindowCheck(contract, counts.corrects))
+    counted = _count_by_forwards(host, batches, counts)
+    for at, (loss, part, by_place) in enumerate(zip(losses, counts.parts, counted, strict=True)):
+        contract = part.contract
+        if host.readable and len(contract.rules) > 1:
+            places = {place: float(n) for place, n in by_place.items()}
+            contract = loss.contract = contract.fitting(_values(totals[at]), places)
+        by_forwards: Counts = {place: n / shares[at] for place, n in by_place.items()}
+        counts.parts[at] = replace(part, contract=contract, totals={**part.totals, **by_forwards})
+
+
+def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts) -> list[dict[int, Tensor]]:
+    """Count a window by its own forwards, where its inputs do not tell what a term of its loss divides by.
+
+    Every micro-batch's loss is run once more, with its graph and without a backward, and read. State is restored,
+    random generators too, so that the training's forwards draw the same masks and noise. It costs one forward a
+    micro-batch and one collective, in such windows only.
+
+    Returns:
+        N of each mean over items of its own, by its place, for each loss; 0-dim. Those of a micro-batch are added to
+        its ``counts``.
+    """
+    zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    means = [[at for at, each in enumerate(part.contract.terms) if each.how is How.MEAN] for part in counts.parts]
+    totals = [dict.fromkeys(places, zero) for places in means]
+    if batches:
+        with (
+            host.loss_run(batches) as run,
+            preserved_state(run.model, *run.others, leave=run.leave, sharded=holds_shards(run.model)),
+        ):
+            for batch, its in zip(batches, counts.each, strict=True):
+                contract = host.state.contract_of(batch)
+                at = next(at for at, part in enumerate(counts.parts) if part.contract is contract)
+                takes_number = contract.hands_number or (contract.custom and counts.number is not None)
+                for place, divisor in _divisors(run, batch, counts.parts[at], its, takes_number=takes_number).items():
+                    if place in totals[at]:
+                        its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.device)
+                        totals[at][place] = totals[at][place] + its[place]
+    if host.world_size > 1 and any(totals):
+        flat = torch.stack([each for of_loss in totals for each in of_loss.values()])
+        summed = iter((host.summed(flat) * host.data_ranks / host.world_size).unbind())
+        totals = [{place: next(summed) for place in of_loss} for of_loss in totals]
+    return totals
+
+
+def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_number: bool) -> Mapping[int, Any]:
+    """What the terms of one micro-batch divide by, as `weigh` reads it."""
+    as_read = replace(part, is_corrected=True)
+    # Once more if it takes a gradient inside the forward, or its loss is checkpointed.
+    for keep in (False, True):
+        with suppress(*() if keep else (ForgottenError,)):
+            loss, captured = run_with_graph(run, batch, NUMBERS[0] if takes_number else None, keep=keep)
+            weigh(loss, as_read, batch, items, captured)
+            break
+    return as_read.latest
 
 
 def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
@@ -210,12 +233,11 @@ def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> N
     state, empty = host.state, None
     if batches and all(part.contract.items is not None for part in counts.parts):
         empty = counts.total == 0
-        state.empty = empty if state.empty is None else state.empty | empty
+        state.empty = state.empty | empty
+    contracts = map(state.contract_of, batches)
+    exact = all(each.exact or each.by_divisor or each.reason == NO_TARGET_SEEN for each in contracts)
     # Without a target the gradient is zero, whatever the loss.
-    inexact = not all(
-        each.exact or each.by_divisor or each.reason == NO_TARGET_SEEN for each in map(state.contract_of, batches)
-    )
-    if inexact and (empty is None or not host.on_cpu or not bool(empty)):
+    if not exact and not (host.on_cpu and bool(empty)):
         state.note_inexact()
     counted = {key for rule in state.contracts[0].rules for key in rule.keys}
     for batch in batches if host.options.contract is not None and counted else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -173,12 +174,12 @@ class Host(ABC):
     def read(self) -> None:
         """Warn of what was found on the device since the last call; waits for it."""
         state = self.state
-        if state.unread is not None and (windows := int(state.unread)):
+        if windows := int(state.unread):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.
-            state.corrects = state.corrects or self.data_ranks == 1
-        state.unread = None
-        if "empty" not in self.warned and state.empty is not None and bool(state.empty):
+            state.corrects = math.inf if self.data_ranks == 1 else state.corrects
+        state.unread = 0
+        if "empty" not in self.warned and bool(state.empty):
             self.warn_once(
                 "empty",
                 "got an accumulation window with no target, so its gradient and logged loss are zero; look at "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,11 +65,10 @@ class TrainingState:
             tasks are not distinguished.
         without_target: the other tasks, trained as the first, and the window in which they were last observed.
         given_for: the first micro-batch's labels that a given contract counts.
-        corrects: every window's gradient is multiplied by predicted over seen items.
-        unproven: the next so many windows are corrected in any case, since none has confirmed a new contract's rules.
+        corrects: so many of the next windows have their gradient multiplied by predicted over seen items; inf: all.
         differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
-        unread: windows since the last log with other counts than predicted, 0-dim on the device.
-        empty: a window had no target, 0-dim; None: no window was counted.
+        unread: windows since the last log with other counts than predicted; a tensor on the device, if any.
+        empty: a window had no target; a tensor on the device.
         opened: windows so far.
         inexact: those that were not exact.
         unreported: the other ranks do not know of one of them yet.
@@ -81,11 +81,10 @@ class TrainingState:
     tasks: dict[Task, LossState] = field(default_factory=dict)
     without_target: dict[Task, int] = field(default_factory=dict)
     given_for: Task | None = None
-    corrects: bool = False
-    unproven: int = 0
+    corrects: float = 0
     differs: bool = False
-    unread: Tensor | None = None
-    empty: Tensor | None = None
+    unread: Tensor | int = 0
+    empty: Tensor | bool = False
     opened: int = 0
     inexact: int = 0
     unreported: bool = False
@@ -102,7 +101,7 @@ class TrainingState:
     @property
     def contracts(self) -> list[LossContract]:
         """Of each of these losses that was observed."""
-        return [each.contract for each in self.losses if each.contract is not None]
+        return [each.contract for each in self.losses if each.contract]
 
     def loss_of(self, task: Task) -> LossState | None:
         """The loss of a task; None: it was not observed on targets."""
@@ -110,7 +109,7 @@ class TrainingState:
 
     def contract_of(self, batch: Any) -> LossContract:
         """Of the loss of a micro-batch; for a task that was not observed on targets, the first task's."""
-        loss = self.loss_of(task_of(batch)) if len(self.tasks) > 1 else self.first
+        loss = self.loss_of(task_of(batch)) if len(self.tasks) > 1 else None
         contract = (loss or self.first).contract
         assert contract is not None
         return contract
@@ -128,14 +127,17 @@ class TrainingState:
         if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
             loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
         loss.contract = contract
-        uncounted = any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract))
-        self.corrects = uncounted or (loss is not self.first and self.corrects)
-        self.unproven = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
+        always = loss is not self.first and self.corrects == math.inf
+        if always or any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract)):
+            self.corrects = math.inf
+        else:
+            # No window has confirmed its rules yet.
+            self.corrects = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
 
     def take_earlier(self, contract: LossContract, shapes: Sequence[Any]) -> bool:
         """Replace a contract by an earlier one of its loss that has terms of these ``shapes``; False: none has."""
-        for loss in (each for each in self.losses if each.contract is contract):
-            for before in loss.earlier:
+        for loss in self.losses:
+            for before in loss.earlier if loss.contract is contract else ():
                 if covers(before.terms, shapes):
                     self.take(before, loss)
                     return True
@@ -148,19 +150,18 @@ class TrainingState:
     def correct_from_now(self) -> None:
         """After a window with other items than predicted: correct losses of one count, count others by forwards."""
         for loss in self.losses:
-            one = loss.contract is None or loss.contract.groups <= 1
-            self.corrects = self.corrects or one
-            loss.counts_by_forwards = loss.counts_by_forwards or not one
+            if loss.contract is None or loss.contract.groups <= 1:
+                self.corrects = math.inf
+            else:
+                loss.counts_by_forwards = True
 
     def note_inexact(self, number: int | None = None, windows: int = 1) -> None:
         """Count ``windows`` that are not exact, each once; the last is ``number``, from 1 (None: the last opened)."""
         number = self.opened if number is None else number
-        if number <= self._last_inexact:
-            return
-        self._last_inexact = number
-        self.inexact += windows
-        self.unreported = True
-        self.amend(exact=False, inexact_windows=self.inexact)
+        if number > self._last_inexact:
+            self._last_inexact, self.unreported = number, True
+            self.inexact += windows
+            self.amend(exact=False, inexact_windows=self.inexact)
 
     def amend(self, **facts: Any) -> None:
         """Change what is in the report, once the training is."""
@@ -174,7 +175,6 @@ class TrainingState:
 
     def facts(self) -> dict[str, Any]:
         """The report's entries for several losses; empty: there is one."""
-        tasks = {
-            describe(task): each.contract.facts() for task, each in self.tasks.items() if each.contract is not None
-        }
-        return {"kinds": tasks} if len(self.losses) > 1 else {}
+        if len(self.losses) < 2:
+            return {}
+        return {"kinds": {describe(task): each.contract.facts() for task, each in self.tasks.items() if each.contract}}

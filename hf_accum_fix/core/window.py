@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import Counts, count_by_rules
+from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.values import Captured
-from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
+from hf_accum_fix.accumulation.weigh import Weighed, weigh
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
@@ -65,48 +66,32 @@ class Window:
             if one is batch:
                 return items
         part = self.part_of(batch)
-        return count_by_rules(part.contract.rules, [batch], part.normalizer.mean.device)[0][0]
+        return count_by_rules(part.contract.rules, [batch], part.device)[0][0]
 
-    def count_of(self, batch: Any) -> Tensor | None:
-        """Items of a micro-batch by the rule in use, 0-dim; None: its loss counts none."""
-        items = self.part_of(batch).contract.items
-        return None if items is None else self.items_of(batch)[items]
-
-    def weigh(
-        self,
-        loss: Tensor,
-        batch: Any,
-        captured: Captured,
-        inputs: Mapping[str, Any] | None = None,
-        *,
-        zero_weight: bool = False,
-    ) -> Weighed:
+    def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
         """Weight the loss of a micro-batch before its backward; one that is unlike the prediction is counted again.
 
-        ``inputs``: of its forward; None: the micro-batch; ``zero_weight``: it counts nothing.
+        ``inputs``: of its forward; a `ZeroWeightBatch` counts nothing.
         """
-        inputs, part = batch if inputs is None else inputs, self.part_of(batch)
-        weighed = weigh(loss, part, Counted(inputs, self.items_of(batch), zero_weight), captured)
-        if part.check.is_unlike and self._counted_again(part.check, captured):
+        part = self.part_of(batch)
+        weighed = weigh(loss, part, inputs, self.items_of(batch), captured)
+        if part.is_unlike and self._counted_again(part, captured):
             weighed.unhook()
-            weighed = weigh(loss, self.part_of(batch), Counted(inputs, self.items_of(batch), zero_weight), captured)
+            weighed = weigh(loss, self.part_of(batch), inputs, self.items_of(batch), captured)
         return weighed
 
     def average(self, loss: Tensor, divided: int = 1) -> Weighed:
         """A loss that was scaled by its rule, over G; ``divided``: the part of G by which it was divided already."""
-        steps, by_engine = len(self.batches), self.counts.parts[0].normalizer.engine_divisor
-
-        def over_steps(each: Tensor, divided: int) -> Tensor:
-            # A new tensor: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
-            return each * 1.0 if divided == steps else each * divided / steps
-
-        return Weighed(over_steps(loss, divided * by_engine), over_steps(loss.detach(), divided))
+        steps, by_engine = len(self.batches), divided * self.counts.parts[0].engine_divisor
+        # New tensors: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
+        value = loss.detach() * 1.0 if divided == steps else loss.detach() * divided / steps
+        return Weighed(loss * 1.0 if by_engine == steps else loss * by_engine / steps, value)
 
     def add(self, value: Tensor) -> None:
         """Add a micro-batch's part of the logged loss."""
         self.value = value if self.value is None else self.value + value
 
-    def _counted_again(self, check: WindowCheck, captured: Captured) -> bool:
+    def _counted_again(self, unlike: Part, captured: Captured) -> bool:
         """Count it again, since its first micro-batch is unlike the prediction; False: not possible in mid-window.
 
         Its losses are observed again if one has other terms, and counted by forwards if one divides by other items.
@@ -115,13 +100,13 @@ class Window:
         was not exact may depend on state that a forward writes, which this micro-batch's backward still needs.
         """
         host, state = self.host, self.host.state
-        if self.done or host.world_size > 1 or not check.contract.exact:
+        if self.done or host.world_size > 1 or not unlike.contract.exact:
             return False
         with host.outside_micro_batch():
-            if not check.other_terms:
+            if not unlike.other_terms:
                 for loss in state.losses:
-                    loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is check.contract
-            elif not state.take_earlier(check.contract, check.other_terms):
+                    loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
+            elif not state.take_earlier(unlike.contract, unlike.other_terms):
                 state.reconsider()
                 if not state.reconsiders:
                     return False
@@ -129,7 +114,7 @@ class Window:
             counted = count_window(host, self.batches, self.counts.number)
             assert counted is not None
             self.counts = counted
-        contracts = [part.contract for part in self.counts.parts]
+        contracts = [part.contract for part in counted.parts]
         if captured.values is None and any(each.groups > 1 or each.added for each in contracts):
             host.report_inexact(
                 "its loss has new terms, which its log averages over micro-batches (its gradient does not)"
@@ -150,27 +135,24 @@ class Window:
             return None
         if skipped := len(self.batches) - self.done:
             host.report_inexact(f"{skipped} of its micro-batches were skipped")
-        used = {id(self.part_of(batch)) for batch in self.batches}
-        checks = [part.check for part in self.counts.parts if id(part) in used]
-        times = self._correction(checks)
-        unread = [differs for check in checks if (differs := self._differs(check)) is not None]
-        if unread:
-            windows = torch.stack(unread).any().long()
-            state.unread = windows if state.unread is None else state.unread + windows
-        mispredicted = isinstance(times, float) and any(check.contract.rules for check in checks)
-        if host.hears and (mispredicted or any(check.changed for check in checks)):
+        parts = list(dict.fromkeys(map(self.part_of, self.batches)))
+        times = self._correction(parts)
+        if unread := [differs for part in parts if (differs := self._differs(part)) is not None]:
+            state.unread = state.unread + torch.stack(unread).any().long()
+        mispredicted = isinstance(times, float) and any(part.contract.rules for part in parts)
+        if host.hears and (mispredicted or any(part.changed for part in parts)):
             state.reconsider()
         if times is not None:
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
         return times
 
-    def _correction(self, checks: Sequence[WindowCheck]) -> Tensor | float | None:
+    def _correction(self, parts: Sequence[Part]) -> Tensor | float | None:
         """Predicted over seen items, the factor for gradient and logged loss; None: 1."""
         host, several = self.host, self.host.data_ranks > 1
-        if not self.counts.corrects or not (several or any(each.counted for each in checks)):
+        if not parts[0].is_corrected or not (several or any(part.counted for part in parts)):
             return None
-        sums = torch.stack([each.counts(host.device) for each in checks]).sum(dim=0)
+        sums = torch.stack([part.counts() for part in parts]).sum(dim=0)
         sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
         if not host.readable:
@@ -180,18 +162,18 @@ class Window:
         times = (predicted or 1.0) / seen if seen else 1.0
         return None if abs(times - 1) <= 1e-12 else times
 
-    def _differs(self, check: WindowCheck) -> Tensor | None:
+    def _differs(self, part: Part) -> Tensor | None:
         """Report a loss that changed, or counts other than predicted; returns what to read later."""
-        host, differs = self.host, check.broken(self.host.device)
-        if differs is not None and not (host.readable or check.changed):
+        host, differs = self.host, part.broken()
+        if differs is not None and not (host.readable or part.changed):
             return differs
-        if check.changed:
-            host.report_inexact(check.changed)
+        if part.changed:
+            host.report_inexact(part.changed)
         elif differs is not None and bool(differs):
             host.state.differs = True
             why = OTHER_COUNTS
-            if check.counted:
-                seen, predicted = check.counts(host.device).tolist()
+            if part.counted:
+                seen, predicted = part.counts().tolist()
                 kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
                 why = f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}"
             host.report_inexact(why)

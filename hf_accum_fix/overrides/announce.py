@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.weigh import Part
+from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.overrides.live import averages_tokens
@@ -39,7 +39,7 @@ def announce(session: Session, window: Window, part: Part, stock_scale: float) -
     """
     trainer, contract = session.trainer, part.contract
     factor, router_factor = _stock_factors(session, window, part, stock_scale)
-    steps, world_size = len(window.batches), part.normalizer.world_size
+    steps, world_size = len(window.batches), part.world_size
     session.record(
         contract,
         steps,
@@ -73,7 +73,7 @@ def _stock_factors(session: Session, window: Window, part: Part, scale: float) -
     undivided = scale / session.accelerator.gradient_accumulation_steps
     passed = session.passes_number or session.func is not None
     averaged = averages_tokens(trainer) and passed and number is not None
-    of_means = undivided * (part.normalizer.world_size if averaged else 1)
+    of_means = undivided * (part.world_size if averaged else 1)
     if contract.has_router_loss and contract.by_number:
         # Two terms with different factors.
         return None, of_means

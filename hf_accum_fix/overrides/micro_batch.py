@@ -27,10 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import Captured, capture
-from hf_accum_fix.accumulation.weigh import Part, Weighed
+from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
@@ -218,19 +219,18 @@ class MicroBatch:
         ``given``: the number that a custom ``compute_loss`` passed on.
         """
         session, trainer = self.session, self.session.trainer
-        contract, normalizer = self.part.contract, self.part.normalizer
+        part, contract = self.part, self.part.contract
         if not (contract.terms or contract.custom):
             return run_by_rule(
-                contract,
+                part,
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
-                self.window.count_of(self.batch) if self.is_own else None,
-                normalizer,
+                self.window.items_of(self.batch) if self.is_own else None,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
                 own_loss=session.func is not None,
             )
         # Without a number a model returns its own mean.
-        passed = (given if contract.custom else normalizer.number) if contract.hands_number else None
-        if contract.keeps_scale or (normalizer.is_whole and counts_itself(trainer)):
+        passed = (given if contract.custom else part.number) if contract.hands_number else None
+        if contract.keeps_scale or (part.is_whole and counts_itself(trainer)):
             passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
         takes = session.passes_number or session.func is not None
@@ -249,7 +249,8 @@ class MicroBatch:
         contract, steps = part.contract, len(window.batches)
         self._node = loss.grad_fn
         if contract.terms:
-            self.weighed = window.weigh(loss, self.batch, captured, self.inputs, zero_weight=self.zero_weight)
+            inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
+            self.weighed = window.weigh(loss, self.batch, captured, inputs)
         else:
             if session.own_step is not None:
                 divided = _divides_by(loss, {steps, session.steps})
@@ -267,13 +268,13 @@ class MicroBatch:
         On several ranks relative to the mean of their first. At its end the window is corrected by the sums of both, as
         for every loss that no rule counts.
         """
-        session, check = self.session, self.part.check
+        session, part = self.session, self.part
         terms = read(loss)
         divisor: Tensor | float | None = None
         if len(terms) == 1 and terms[0].readable:
             divides = (each.value for each in terms[0].factors if each.divides and not each.learnt)
             divisor = math.prod(divides, start=1.0)
-        if check.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
+        if part.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
             # The mean over the ranks that have one: a collective.
             zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
             known = torch.stack([zero, zero] if divisor is None else [zero + divisor, zero + 1])
@@ -281,15 +282,15 @@ class MicroBatch:
             session.first_divisor = torch.where(ranks > 0, total / ranks.clamp(min=1), torch.ones_like(total))
         if divisor is None:
             names = ", ".join(sorted({each.name for each in terms}))
-            check.changed = f"the number it divides by cannot be read: {names}"
+            part.changed = f"the number it divides by cannot be read: {names}"
             return loss
         # A step may pass several losses of a micro-batch.
-        first = check.first(self.losses, divisor)
+        first = part.first(self.losses, divisor)
         if session.first_divisor is not None and not self.losses:
             first = session.first_divisor
-        check.note(self.losses, divisor, first)
+        part.note(self.losses, divisor, first)
         times = divisor / first
-        return loss * (times.to(loss) if isinstance(times, Tensor) else times) if check.is_corrected else loss
+        return loss * (times.to(loss) if isinstance(times, Tensor) else times) if part.is_corrected else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """``accelerator.backward`` with the weighted loss instead of the trainer's."""
@@ -304,7 +305,7 @@ class MicroBatch:
             if self.weighed is not None:
                 loss = self._scaled(self.weighed, loss)
                 # The engine may divide by another number than in other micro-batches.
-                divided = engine_divisor(accelerator, **kwargs) / self.part.normalizer.engine_divisor
+                divided = engine_divisor(accelerator, **kwargs) / self.part.engine_divisor
                 loss = loss if divided == 1 else loss * divided
             set_last_micro_batch(accelerator, self.is_last)
             return self._backward(loss, **kwargs)
@@ -317,7 +318,7 @@ class MicroBatch:
         if is_news:
             announce(session, window, self.part, factor * steps)
         # Some terms may keep the stock Trainer's scale, and its engine's division.
-        stock = factor / self.part.normalizer.engine_divisor
+        stock = factor / self.part.engine_divisor
         loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
 

@@ -63,14 +63,14 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
         return counts.total.long()
     if not contract.by_number:
         return upstream_number
-    if part.normalizer.is_whole:
+    if part.is_whole:
         if window.host.on_cpu and counts.total != number:
             n, upstreams = float(counts.total), float(number)
             window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
         return upstream_number
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
     multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
-    return counts.total.long() if multiplies else counts.total / part.normalizer.world_size
+    return counts.total.long() if multiplies else counts.total / part.world_size
 
 
 def open_in(session: Session, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch
 from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.scaling import Normalizer
+from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.values import capture
-from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
+from hf_accum_fix.accumulation.weigh import Weighed, weigh
 
-CPU = torch.device("cpu")
 TARGETS, MASKED, SAMPLES = Items(("labels",)), Items(("mask",), ignore_index=0), Items()
 CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
 
@@ -247,19 +246,16 @@ def gradients(model: Model) -> list[Tensor]:
     return [torch.zeros_like(each) if each.grad is None else each.grad for each in (model.weight, model.scale)]
 
 
-def run_one(
-    case: Case, model: Model, batch: Batch, normalizer: Normalizer, check: WindowCheck, *, zero_weight: bool = False
-) -> Weighed:
-    contract = case.contract
-    predicted = {rule: rule.count(batch) for rule in contract.rules}
-    with capture(contract, None) as captured:
-        loss = case.loss(model, batch, normalizer.number)
-    return weigh(loss, Part(contract, normalizer, check), Counted(batch, predicted, zero_weight), captured)
+def run_one(case: Case, model: Model, batch: Batch, part: Part) -> Weighed:
+    predicted = {rule: rule.count(batch) for rule in part.contract.rules}
+    with capture(part.contract, None) as captured:
+        loss = case.loss(model, batch, part.number)
+    return weigh(loss, part, batch, predicted, captured)
 
 
-def normalizer_of(case: Case, micro_batches: int, world_size: int, **given: Any) -> Normalizer:
-    totals = [rule.count(WHOLE) for rule in case.contract.rules] or [torch.ones((), dtype=torch.float64)]
-    return Normalizer.of(case.contract, totals, micro_batches, world_size, **given)
+def part_of(case: Case, micro_batches: int, world_size: int, whole: Batch = WHOLE, **given: Any) -> Part:
+    totals = {rule: rule.count(whole) for rule in case.contract.rules} or {SAMPLES: torch.ones((), dtype=torch.float64)}
+    return Part(case.contract, totals, micro_batches, world_size, **given)
 
 
 def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bool = True) -> tuple[Model, float]:
@@ -272,18 +268,19 @@ def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bo
         is_corrected: in the end by what was counted otherwise than predicted.
     """
     model, steps = Model(), len(WINDOW) // ranks
-    normalizer = normalizer_of(case, steps, ranks, is_corrected=is_corrected, engine_divisor=steps if by_engine else 1)
-    if case.handed is not None:
-        normalizer = replace(normalizer, number=torch.tensor(case.handed / ranks, dtype=torch.float64))
-    checks = [WindowCheck(case.contract) for _ in range(ranks)]
+    divided = steps if by_engine else 1
+    parts = [part_of(case, steps, ranks, is_corrected=is_corrected, engine_divisor=divided) for _ in range(ranks)]
+    for part in parts:
+        if case.handed is not None:
+            part.number = torch.tensor(case.handed / ranks, dtype=torch.float64)
     value = 0.0
     for at, batch in enumerate(WINDOW):
-        weighed = run_one(case, model, batch, normalizer, checks[at % ranks])
+        weighed = run_one(case, model, batch, parts[at % ranks])
         assert weighed.loss.ndim == weighed.value.ndim == 0 and not weighed.value.requires_grad
-        (weighed.loss / normalizer.engine_divisor / ranks).backward()
+        (weighed.loss / divided / ranks).backward()
         value += float(weighed.value) / ranks
-    assert not any(check.changed for check in checks)
-    seen, predicted = torch.stack([check.counts(CPU) for check in checks]).sum(0).tolist()
+    assert not any(part.changed for part in parts)
+    seen, predicted = torch.stack([part.counts() for part in parts]).sum(0).tolist()
     times = predicted / seen if seen and is_corrected else 1.0
     for each in (model.weight, model.scale):
         if each.grad is not None:
@@ -328,9 +325,9 @@ def test_one_micro_batch_is_not_divided_for_a_longer_window() -> None:
     """The last window of an epoch: a trainer divides by the steps of its arguments, and there is one micro-batch."""
     case, model, whole = named("a division by the steps"), Model(), Model()
     batch = WINDOW[0]
-    totals = [rule.count(batch) for rule in case.contract.rules]
-    normalizer = replace(Normalizer.of(case.contract, totals, 1, 1), number=torch.tensor(3.0, dtype=torch.float64))
-    weighed = run_one(case, model, batch, normalizer, WindowCheck(case.contract))
+    part = part_of(case, 1, 1, batch)
+    part.number = torch.tensor(3.0, dtype=torch.float64)
+    weighed = run_one(case, model, batch, part)
     weighed.loss.backward()
     loss = case.of_whole(whole, batch)
     loss.backward()
@@ -341,10 +338,9 @@ def test_one_micro_batch_is_not_divided_for_a_longer_window() -> None:
 @pytest.mark.parametrize("case", UNDIVIDED, ids=lambda case: case.name)
 def test_one_micro_batch_that_is_the_global_batch_is_as_it_was_to_the_bit(case: Case) -> None:
     model, own = Model(), Model()
-    contract, number = case.contract, torch.tensor(3.0, dtype=torch.float64)
-    batch = WINDOW[0]
-    normalizer = replace(normalizer_of(case, 1, 1), number=number)
-    weighed = run_one(case, model, batch, normalizer, WindowCheck(contract))
+    batch, part = WINDOW[0], part_of(case, 1, 1)
+    part.number = number = torch.tensor(3.0, dtype=torch.float64)
+    weighed = run_one(case, model, batch, part)
     weighed.loss.backward()
     loss = case.loss(own, batch, number)
     loss.backward()
@@ -357,11 +353,10 @@ def test_one_micro_batch_whose_engine_divides_by_more(case: Case) -> None:
     """The short window at the end of an epoch, under accelerate's own division."""
     model, own = Model(), Model()
     batch = WINDOW[0]
-    totals = [rule.count(batch) for rule in case.contract.rules]
-    normalizer = Normalizer.of(case.contract, totals, 1, 1, engine_divisor=3)
-    weighed = run_one(case, model, batch, normalizer, WindowCheck(case.contract))
+    part = part_of(case, 1, 1, batch, engine_divisor=3)
+    weighed = run_one(case, model, batch, part)
     (weighed.loss / 3).backward()
-    loss = case.loss(own, batch, normalizer.number)
+    loss = case.loss(own, batch, part.number)
     loss.backward()
     assert torch.allclose(model.weight.grad, own.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
     assert float(weighed.value) == pytest.approx(float(loss.detach()), rel=1e-12)
@@ -377,7 +372,7 @@ def test_one_micro_batch_whose_engine_divides_by_more(case: Case) -> None:
 def test_only_what_counts_leaves_a_gradient(name: str, place: int) -> None:
     """The third has no items: its mean is 0 / 0, and zeros are what it adds, which touch every parameter."""
     case, model = named(name), Model()
-    weighed = run_one(case, model, WINDOW[place], normalizer_of(case, 4, 1), WindowCheck(case.contract))
+    weighed = run_one(case, model, WINDOW[place], part_of(case, 4, 1))
     weighed.loss.backward()
     assert model.weight.grad is not None and bool(model.weight.grad.isfinite().all())
     assert bool(model.weight.grad.any()) == (place != 2) == bool(weighed.value)
@@ -389,9 +384,8 @@ WEIGHTLESS = [case for case in CASES if case.reduction is not Reduction.PLAIN an
 @pytest.mark.parametrize("case", WEIGHTLESS, ids=lambda case: case.name)
 def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
     """Terms that are no mean over items are those of any other micro-batch."""
-    model, check = Model(), WindowCheck(case.contract)
-    normalizer = normalizer_of(case, 4, 1)
-    weighed = run_one(case, model, WINDOW[0], normalizer, check, zero_weight=True)
+    model, part = Model(), part_of(case, 4, 1)
+    weighed = run_one(case, model, ZeroWeightBatch(WINDOW[0]), part)
     weighed.loss.backward()
     wanted = Model()
     same = [each for each in case.terms if each.how is How.CONSTANT]
@@ -401,17 +395,29 @@ def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
     for here, there in zip(gradients(model), gradients(wanted), strict=True):
         assert torch.allclose(here, there, rtol=1e-12, atol=1e-15)
     assert bool(weighed.value) == bool(same)
-    assert not check.counts(CPU)[0]
+    assert not part.counts()[0]
+
+
+def test_the_positions_of_a_router_are_not_compared_in_a_weightless_micro_batch() -> None:
+    """Its rule counts none there, whatever the loss is over."""
+    router = spec("Mean", "*/", how=How.ROUTER, counts=(1,), rules={SAMPLES: 1.0})
+    case = Case("a router's loss without a row", lambda m, b, n: m.ce(b) + 0.02 * m.each(b)[1:].mean(), (CE, router))
+    changed = []
+    for batch in (WINDOW[0], ZeroWeightBatch(WINDOW[0])):
+        part = part_of(case, 4, 1)
+        run_one(case, Model(), batch, part)
+        changed.append(part.changed)
+    assert changed == ["MeanBackward0 is not over every position, as it was in the observed batch", ""]
 
 
 # --- what is held against the prediction -----------------------------------------------------------------------------
 
 
-def check_of(case: Case, window: Sequence[Batch] = WINDOW) -> WindowCheck:
-    check, normalizer = WindowCheck(case.contract), normalizer_of(case, len(window), 2)
-    for batch in window:
-        run_one(case, Model(), batch, normalizer, check)
-    return check
+def after_window(case: Case) -> Part:
+    part = part_of(case, len(WINDOW), 2)
+    for batch in WINDOW:
+        run_one(case, Model(), batch, part)
+    return part
 
 
 @pytest.mark.parametrize(
@@ -431,7 +437,7 @@ def check_of(case: Case, window: Sequence[Batch] = WINDOW) -> WindowCheck:
 def test_counts_that_were_seen_and_predicted(name: str, seen: float, predicted: float) -> None:
     """Several counts are no one number to correct by."""
     case = named(name)
-    assert check_of(case).counts(CPU).tolist() == pytest.approx([seen, predicted], rel=1e-12)
+    assert after_window(case).counts().tolist() == pytest.approx([seen, predicted], rel=1e-12)
 
 
 def leaves_out(m: Model, b: Batch, n: Tensor) -> Tensor:
@@ -450,7 +456,7 @@ def leaves_out(m: Model, b: Batch, n: Tensor) -> Tensor:
     ids=["one count", "two as predicted", "two, one of them not", "two terms with one count"],
 )
 def test_terms_that_divide_by_other_items_than_predicted(case: Case, broken: bool | None) -> None:
-    found = check_of(case).broken(CPU)
+    found = after_window(case).broken()
     assert (None if found is None else bool(found)) == broken
 
 
@@ -468,9 +474,9 @@ def test_another_loss_than_the_observed_one_is_left_as_the_plain_mean(
     loss: Callable[[Model, Batch, Tensor], Tensor], names: str
 ) -> None:
     case, model, own = replace(named("one mean"), loss=loss), Model(), Model()
-    check = WindowCheck(case.contract)
-    weighed = run_one(case, model, WINDOW[0], normalizer_of(case, 4, 1), check)
-    assert check.changed == f"its loss has other terms than the observed one: {names}"
+    part = part_of(case, 4, 1)
+    weighed = run_one(case, model, WINDOW[0], part)
+    assert part.changed == f"its loss has other terms than the observed one: {names}"
     assert torch.allclose(weighed.loss, loss(own, WINDOW[0], torch.ones(())) / 4, rtol=1e-15)
 
 
@@ -504,14 +510,13 @@ def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tenso
     dtype: torch.dtype,
 ) -> None:
     case = replace(named("one mean"), loss=lambda m, b, n: m.ce(b).to(dtype))
-    model, normalizer = Model(), normalizer_of(named("one mean"), 4, 1)
-    contract = replace(case.contract, dtype=dtype)
-    with capture(contract, None) as captured:
-        loss = case.loss(model, WINDOW[0], normalizer.number)
+    model, part = Model(), part_of(case, 4, 1)
+    part = replace(part, contract=replace(case.contract, dtype=dtype))
+    with capture(part.contract, None) as captured:
+        loss = case.loss(model, WINDOW[0], part.number)
     before = float(loss.detach())
     predicted = {TARGETS: TARGETS.count(WINDOW[0])}
-    part = Part(contract, normalizer, WindowCheck(contract))
-    weighed = weigh(loss, part, Counted(WINDOW[0], predicted), captured)
+    weighed = weigh(loss, part, WINDOW[0], predicted, captured)
     assert weighed.loss.dtype is torch.float32 and float(loss.detach()) == before and weighed.loss is not loss
     assert float(weighed.loss.detach()) == pytest.approx(before * 3 / 8, rel=1e-6)
 

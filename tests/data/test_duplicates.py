@@ -17,8 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from hf_accum_fix import Items, OptionsError, UnsupportedSetupError, apply
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import ZeroWeightBatch
-from hf_accum_fix.accumulation.scaling import Normalizer, scale_of
+from hf_accum_fix.accumulation.items import ZeroWeightBatch, scale_mean
+from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.accumulation.scaling import scale_of
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.options import Options
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
@@ -114,9 +115,10 @@ def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None
     contract = LossContract(reduction, Items(("labels",)))
     inputs = ZeroWeightBatch(labels=torch.tensor([[3, -100, 4]]))
     assert contract.items is not None and int(contract.items.count(inputs)) == 0
-    scale = scale_of(contract, inputs, None, Normalizer(torch.tensor(2.5), torch.tensor(2.5), 2, 2))
-    assert float(scale.apply(torch.tensor(7.0))) == 0.0
-    assert float(scale.apply(torch.tensor(7.0), torch.tensor(0.5))) == 0.5
+    *_, ratio = scale_of(Part(contract, {contract.items: torch.tensor(10.0)}, 2, 2), inputs, None)
+    assert ratio is not None
+    assert float(scale_mean(torch.tensor(7.0), ratio)) == 0.0
+    assert float(scale_mean(torch.tensor(7.0), ratio, torch.tensor(0.5))) == 0.5
     assert int(Items().count(inputs)) == 0
 
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 import hf_accum_fix
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.scaling import Normalizer
-from hf_accum_fix.accumulation.weigh import WindowCheck
+from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.core.count import WindowCounts
-from hf_accum_fix.core.window import Part, Window
+from hf_accum_fix.core.window import Window
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
 from tests.losses.models import texts
@@ -104,9 +103,8 @@ def test_sample_means_are_exact_on_two_ranks(rows: list[dict[str, Any]]) -> None
 def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
     """Which terms a loss has is known without waiting for the device."""
     contract = LossContract(Reduction.MEAN, Items(), terms=(TermSpec(("MeanBackward0", True, (True, False))),))
-    check = WindowCheck(contract, changed="its loss has other terms than the observed one: SumBackward0")
-    number = torch.ones(())
-    normalizer = Normalizer(number, number, 1, 1)
+    part = Part(contract, {Items(): torch.ones(())}, 1, 1)
+    part.changed = "its loss has other terms than the observed one: SumBackward0"
     model = nn.Linear(1, 1)
     trainer = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cuda"), world_size=1, process_index=0, gradient_accumulation_steps=2),
@@ -117,7 +115,7 @@ def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest
     )
     session = Session(trainer, Options())
     session.state.first.contract = contract
-    assert Window(session, [{}], WindowCounts(parts=[Part(contract, normalizer, check)]), done=1).close(model) is None
+    assert Window(session, [{}], WindowCounts(parts=[part]), done=1).close(model) is None
     assert session.state.inexact == 1
     assert "is not exact: its loss has other terms" in caplog.text
 

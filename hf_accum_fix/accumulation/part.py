@@ -1,0 +1,152 @@
+"""One loss in a window: the denominators of its micro-batches, and the divisors that were read from their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.items import Items, count_dtype, mean_item_count
+from hf_accum_fix.accumulation.loss_graph import Term, on_host
+
+#: A Python number, or a tensor of one element on the device.
+Number = Tensor | float
+
+
+@dataclass(eq=False)
+class Part:
+    """The micro-batches of one loss in a rank's window.
+
+    Attributes:
+        contract: how the loss is reduced.
+        totals: N of the global batch, 0-dim: by rule, the one in use first; by the place of its `TermSpec` for a term
+            that forwards have counted, which may be a sum of any weights.
+        micro_batches: G, of this rank's window; 1 where it has none.
+        world_size: W.
+        is_corrected: the gradient is corrected at the end of the window by the sum of the divisors, so single ones may
+            differ from the prediction; else a mean is weighted by its rule's items.
+        engine_divisor: the number that the engine divides a loss by.
+        mean: n_mean, 0-dim.
+        number: num_items_in_batch for a loss that cannot do without: N / W, rounded up; a loss that divides by it is
+            multiplied by number / n_mean.
+        means: n_mean times `remaining_divisor`, by rule and place as ``totals``.
+        changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
+        other_terms: the shapes of its terms, where it had others than that.
+        plain_log: a micro-batch's values were not captured, so the log is the mean over micro-batches.
+    """
+
+    contract: LossContract
+    totals: Mapping[Items | int, Tensor]
+    micro_batches: int
+    world_size: int
+    is_corrected: bool = True
+    engine_divisor: int = 1
+    changed: str = field(default="", init=False)
+    other_terms: tuple[Any, ...] = field(default=(), init=False)
+    plain_log: bool = field(default=False, init=False)
+    #: Divisor and prediction of each micro-batch, and the first one's constant factor, by the place of a `TermSpec`.
+    _noted: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
+    _constants: dict[int, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        steps = self.micro_batches = max(self.micro_batches, 1)
+        rules = {key: n for key, n in self.totals.items() if isinstance(key, Items)}
+        means = {rule: mean_item_count(n, steps, self.world_size) for rule, n in rules.items()}
+        self.mean, left = next(iter(means.values())), self.remaining_divisor
+        self.number = (self.mean * steps).ceil().long() if self.contract.hands_number else self.mean
+        parts, places = self.engine_divisor * self.world_size, self.totals.keys() - rules.keys()
+        self.means: dict[Items | int, Tensor] = {
+            **{rule: self.contract.as_number(mean if left == 1 else mean * left) for rule, mean in means.items()},
+            **{at: self.contract.as_number(torch.where((n := self.totals[at]) == 0, 1.0, n) / parts) for at in places},
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Of counts."""
+        return self.mean.device
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one micro-batch is the global batch."""
+        return self.micro_batches * self.world_size == 1
+
+    @property
+    def remaining_divisor(self) -> float:
+        """The part of G that the engine does not divide a loss by."""
+        return self.micro_batches / self.engine_divisor
+
+    def note_constant(self, place: int, term: Term, constant: float) -> None:
+        """Compare a term's constant factors with those of the window's first micro-batch; ``place`` as for `note`."""
+        first = self._constants.setdefault(place, constant)
+        if abs(constant - first) > 1e-6 * abs(first):
+            self.changed = f"{term.name} is multiplied by {first:g} and by {constant:g} in two of its micro-batches"
+
+    def note(self, place: int, seen: Number, predicted: Number) -> None:
+        """Add the divisor of one term of a micro-batch, and its prediction; ``place``: of its `TermSpec`."""
+        self._noted.setdefault(place, []).append((seen, predicted))
+
+    def first(self, place: int, seen: Number) -> Number:
+        """The divisor of the window's first micro-batch; ``seen``: of this one, in case it is the first."""
+        return self._noted[place][0][0] if place in self._noted else seen
+
+    @property
+    def latest(self) -> Mapping[int, Number]:
+        """The divisors of the last micro-batch, by the place of their `TermSpec`."""
+        return {place: noted[-1][0] for place, noted in self._noted.items()}
+
+    def is_unpredicted(self, place: int) -> bool:
+        """Whether no rule counts a term in this window, so that it gets the plain mean over micro-batches.
+
+        One number cannot correct several terms: the window's first micro-batch decides whether its rule fits.
+        """
+        return self.contract.groups > 1 and place in self._noted and differ(*self._noted[place][0])
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether a micro-batch has other terms than observed, or the window's first one other items than predicted."""
+        return bool(self.other_terms) or any(map(self.is_unpredicted, self._noted))
+
+    @property
+    def counted(self) -> bool:
+        """Whether one count of the window was taken, which can correct its gradient."""
+        return bool(self._noted) and self.contract.groups <= 1
+
+    def counts(self) -> Tensor:
+        """Items seen, and items predicted, of this rank's window: [2] on the device."""
+        if not self.counted:
+            return torch.zeros(2, dtype=count_dtype(self.device), device=self.device)
+        first = next(iter(self._noted))
+        return torch.stack([self._stacked(first, of).sum() for of in (0, 1)])
+
+    def broken(self) -> Tensor | None:
+        """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or none."""
+        corrected = self.counted and self.is_corrected
+        places, terms, flags = [*self._noted], self.contract.terms, []
+        for place in places[int(corrected) :]:
+            seen, wanted = self._stacked(place, 0), self._stacked(place, 1)
+            if corrected:
+                # Terms of one weight have to divide by the same items in every micro-batch.
+                ratio, of_first = (terms[at].ratio if terms else 1.0 for at in (place, places[0]))
+                wanted = self._stacked(places[0], 0) * (ratio / of_first)
+            if self.is_corrected and not corrected:
+                seen, wanted = seen.sum(), wanted.sum()
+            flags.append(((seen - wanted).abs() > 1e-6 * wanted.abs()).any())
+        return torch.stack(flags).any() if flags else None
+
+    def _stacked(self, place: int, of: int) -> Tensor:
+        """The divisors of a term in all micro-batches (``of``: 0), or their predictions (1)."""
+        counts, dtype = [noted[of] for noted in self._noted[place]], count_dtype(self.device)
+        if not any(isinstance(each, Tensor) for each in counts):
+            return torch.tensor([float(each) for each in counts], dtype=dtype, device=self.device)
+        tensors = [torch.as_tensor(each, device=self.device) for each in counts]
+        alike = len({each.dtype for each in tensors}) == 1
+        return torch.stack(tensors if alike else [each.to(dtype) for each in tensors]).to(dtype)
+
+
+def differ(seen: Number, predicted: Number) -> bool:
+    """Whether two counts differ, beyond rounding; False for numbers on a device, which are not read."""
+    return on_host(seen) and on_host(predicted) and abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
