@@ -179,6 +179,7 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         router_z_coefficient=0.0 if setting.custom else _coefficient(tested, "z_loss"),
         inside=inside,
         added=adds is not How.MEAN,
+        constant=_rests(tested, compared.readings)[0] if adds is How.CONSTANT else 0.0,
         deep=any(each.term.within for terms in seen for each in terms),
         warms=whole.warms,
         weighted=any(weights_elements(each.term.leaf) for each in seen[0]),

@@ -113,7 +113,8 @@ class LossContract:
         terms: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
         shift: the loss drops position 0 of its labels, or the model's would, where labels are smoothed; None: unknown.
         inside: means of stacked numbers are several terms, not rows.
-        added: something without a gradient is added to its terms.
+        added: something without a gradient is added to its terms, which is no mean over their items.
+        constant: its value, where it is the same in every micro-batch; 0.0: it is not.
         deep: its sums contain factors.
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
         hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
@@ -139,6 +140,7 @@ class LossContract:
     shift: bool | None = None
     inside: bool = False
     added: bool = False
+    constant: float = 0.0
     deep: bool = False
     custom: bool = False
     hands_number: bool = True

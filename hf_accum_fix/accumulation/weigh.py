@@ -191,6 +191,8 @@ class _Weighing:
             if spec.how is How.MEAN:
                 items = self._predicted(place, spec, spec.rule)
                 self.part.note(place, 0.0, 0.0 if items is None or self.zero_weight else items)
+            elif spec.how in (How.CONSTANT, How.ROUTER) and not self.zero_weight:
+                self.part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
             return []
         divisor = self._of_mean(place, spec, found) if spec.how is How.MEAN else self._of_other(spec, found)
         if self.zero_weight:
@@ -362,12 +364,13 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
             hooks.append(top.register_prehook(_scaled(relative)))
-    if part.contract.added or blank:
-        # The rest of the loss belongs to the terms without a value.
-        if part.contract.added:
-            of_rest = base
-        else:
-            of_rest = next(iter(blank.values())) if len(blank) == 1 else part.remaining_divisor
+    if added := part.contract.added or any(term.path.added for term, *_ in weights):
+        # A mean over no items hides what is added to it.
+        rest = rest.nan_to_num(part.contract.constant)
+    if added or blank:
+        # Else the rest of the loss belongs to the terms without a value.
+        of_blank = next(iter(blank.values())) if len(blank) == 1 else part.remaining_divisor
+        of_rest = base if added else of_blank
         total = total + _settled(rest / _cast(of_rest, rest), of_rest == math.inf)
     return Weighed(loss / _cast(base, loss), _logged(total, part), hooks=hooks)
 

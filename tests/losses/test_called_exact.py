@@ -795,10 +795,16 @@ def with_sentences(samples: Sequence[Sample]) -> Batch:
     return {**padded_tags(samples), "sentences": len(samples)}  # type: ignore[dict-item]
 
 
+def near(s: Seen) -> Tensor:
+    return F.cosine_similarity(s.logits[:, 0], s.logits[:, 1], dim=-1)
+
+
 PUBLIC_EXACT = [
     # A temperature squared, that is G by chance; a trainer's own division would be in both terms.
     public("four-times-one-term", lambda t, s, n: s.tokens + 4.0 * s.classes, cuts=((2, 4),)),
     public("half-of-one-term", lambda t, s, n: s.tokens + 0.5 * s.classes, cuts=((4, 2),)),
+    public("one-less-a-cosine-beside-tokens", lambda t, s, n: s.tokens + 1.0 - near(s).mean()),
+    public("one-less-a-cosine-beside-tags", lambda t, s, n: 1.0 - near(s).mean() + tagged(s), cuts=((2, 4), (1, 8))),
     public("a-sum-in-parts", lambda t, s, n: in_parts(s)),
     public("a-sum-of-products", lambda t, s, n: products(s)),
     public("a-mean-over-samples-of-sums", lambda t, s, n: s.classes + s.logits[:, :2].square().mean(0).sum()),
@@ -933,7 +939,14 @@ def normed_weights(s: Seen) -> Tensor:
     return -(weights / weights.double().mean() * ratio).mean()
 
 
+def now_and_then(trainer: Any, s: Seen, number: Any) -> Tensor:
+    """A penalty in one micro-batch of two."""
+    trainer.calls = getattr(trainer, "calls", 0) + 1
+    return s.tokens + 0.01 * models.squares(s.model) if trainer.calls % 2 else s.tokens
+
+
 SAID = [
+    public("a-penalty-now-and-then", now_and_then, lambda s, _: s.tokens + 0.01 * models.squares(s.model)),
     public("normed-weights-of-ratios", lambda t, s, n: normed_weights(s)),
     # At G = 2 a half may be the trainer's own division, beside the batch size too.
     public(
