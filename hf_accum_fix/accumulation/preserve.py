@@ -2,14 +2,13 @@
 
 - *Tensors*: a dispatch mode sees every in-place operation before it runs, and copies the storage it is about to write
   to, unless that was allocated inside. What is not written to is never copied.
-- *Python values*, random generators among them: `python_state`. Globals, closures, classes and the objects of libraries
-  are only followed if ``thorough``, as in verification.
+- *Python values*, random generators among them: `python_state`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -29,32 +28,19 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside a ``with`` block state may change; `restore`, and the end of the block, restore it.
 
     Args:
-        model: its modes, buffers, parameters, generators and Python attributes are kept.
-        others: more objects whose attributes are kept, such as a trainer.
-        leave: objects that are not followed, such as data sets.
-        sharded: an engine moves the parameters in every forward, and changes the modules: only buffers, modes and
-            ``others`` are kept.
-        thorough: also follow functions, classes and the objects of libraries.
+        python: the Python values to restore.
+        sharded: a model whose parameters an engine moves in every forward, and whose modules it changes: of the tensors
+            only its buffers are restored, of the modules their modes.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *others: object,
-        leave: Iterable[object] = (),
-        sharded: bool = False,
-        thorough: bool = False,
-    ) -> None:
+    def __init__(self, python: PythonState, sharded: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sharded = sharded
+        self._python, self._copies = python, sharded is None
         self._made_inside: set[int] = set()
         self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._buffers = _copied_buffers(model) if sharded else []
-        roots = others if sharded else (model, *others)
-        self.python = PythonState(*roots, leave=leave, follow_modules=not sharded, thorough=thorough)
+        self._restore_buffers = buffers_copied(*[] if sharded is None else sharded.modules())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,44 +48,36 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Copy what ``func`` is about to write to, once per storage; remember what it allocates."""
         kwargs = kwargs or {}
         writes, makes = _effects(func)
-        for place, name in writes:
-            self._copy(args[place] if place < len(args) else kwargs.get(name))
+        for place, name in writes if self._copies else ():
+            for address, storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
+                if address not in self._made_inside and address not in self._written:
+                    self._written[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         for each, made in zip(out if isinstance(out, (tuple, list)) else (out,), makes, strict=False):
             if made:
-                self._made_inside.update(map(_address, _plain(each)))
+                self._made_inside.update(address for address, _ in _storages(each))
         return out
 
     def wrote(self) -> bool:
         """Whether a tensor has changed, or a Python value that a loss may depend on."""
         # A copy, since this mode also sees the comparison.
-        if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in [*self._written.values()]):
-            return True
-        return self.python.wrote()
+        changed = any(not torch.equal(_bytes(storage), _bytes(before)) for storage, before in [*self._written.values()])
+        return changed or self._python.wrote()
 
     def restore(self) -> None:
         """Restore everything as it was at the start."""
         with torch.no_grad():
-            for storage, content in self._written.values():
-                if storage.nbytes() == content.nbytes():
-                    storage.copy_(content, False)
-            self.python.restore()
-            _put_buffers(self._buffers)
-            for module, mode in self._modes:
-                module.training = mode
+            for storage, before in self._written.values():
+                if storage.nbytes() == before.nbytes():
+                    storage.copy_(before, False)
+            self._python.restore()
+            self._restore_buffers()
 
     def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
         """Restore, also after an error."""
         super().__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
         self.restore()
-        self.python.__exit__()
-
-    def _copy(self, value: Any) -> None:
-        for tensor in [] if self._sharded else _plain(value):
-            address = _address(tensor)
-            if address not in self._made_inside and address not in self._written:
-                storage = tensor.untyped_storage()
-                self._written[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+        self._python.__exit__()
 
 
 @cache
@@ -117,44 +95,33 @@ def _effects(func: Any) -> tuple[list[tuple[int, str]], list[bool]]:
     return writes, [each.alias_info is None for each in schema.returns]
 
 
-def _as_bytes(*storages: torch.UntypedStorage) -> list[Tensor]:
-    return [torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in storages]
+def _storages(value: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """The storages of the tensors in a value, by address; wrappers such as DTensor have none of their own."""
+    for each in tree_leaves(value):
+        if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided:
+            storage = each.untyped_storage()
+            yield storage._cdata, storage
 
 
-def _plain(value: Any) -> list[Tensor]:
-    """The tensors in a value that have their own storage: no wrappers such as DTensor."""
-    return [
-        each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
-    ]
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def buffers_copied(*modules: nn.Module) -> Callable[[], None]:
+    """Copy the modules' own buffers and modes; the result restores them, without waiting for the device."""
+    modes = [(module, module.training) for module in modules]
+    held = [(module._buffers, name, each) for module in modules for name, each in module._buffers.items()]
+    copied = [(buffers, name, each, each.detach().clone()) for buffers, name, each in held if each is not None]
 
+    @torch.no_grad()
+    def restore() -> None:
+        for buffers, name, each, before in copied:
+            buffers[name] = each.copy_(before)
+        for module, mode in modes:
+            if module.training is not mode:
+                module.training = mode
 
-#: Buffers of a module, name, tensor, copy.
-_Buffer = tuple[dict[str, Tensor | None], str, Tensor, Tensor]
-
-
-def _copied_buffers(model: nn.Module) -> list[_Buffer]:
-    held = [(module._buffers, name, each) for module in model.modules() for name, each in module._buffers.items()]
-    return [(buffers, name, each, each.detach().clone()) for buffers, name, each in held if each is not None]
-
-
-def _put_buffers(copied: Iterable[_Buffer]) -> None:
-    for buffers, name, each, before in copied:
-        buffers[name] = each.copy_(before)
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model, also after an error, without waiting for its device."""
-    copied = _copied_buffers(model)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            _put_buffers(copied)
+    return restore
 
 
 class overridden(AbstractContextManager[None]):
@@ -189,13 +156,21 @@ def eagerly() -> AbstractContextManager[object]:
 def preserved_state(
     model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
 ) -> Iterator[Preserved]:
-    """Run forwards as in training, without gradient, and restore everything; arguments as `Preserved`'s."""
+    """Run forwards as in training, without gradient, and restore everything.
+
+    Args:
+        model: its modes, buffers, parameters, generators and Python attributes are kept.
+        others: more objects whose attributes are kept, such as a trainer.
+        leave: objects that are not followed, such as data sets.
+        sharded: an engine shards the parameters (see `Preserved`).
+    """
+    roots = others if sharded else (model, *others)
     with (
         random_states_kept(),
         torch.no_grad(),
         eagerly(),
         warnings.catch_warnings(),
-        Preserved(model, *others, leave=leave, sharded=sharded) as state,
+        Preserved(PythonState(*roots, leave=leave, follow_modules=not sharded), model if sharded else None) as state,
     ):
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
         model.train()

@@ -16,13 +16,13 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.accumulation.noise import random_state, seed
 from hf_accum_fix.accumulation.preserve import Preserved, overridden
-from hf_accum_fix.accumulation.python_state import RANDOM_NUMBERS
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.sample import Collate, micro_batches
+from hf_accum_fix.verification.whole_state import RANDOM_NUMBERS, WholeState
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
@@ -390,9 +390,10 @@ def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
     """Refuse a loss that depends on state that the trainer or the model keeps between calls, and name the state."""
     found = []
     for number in (1, 2):
-        with Preserved(scene.trainer.model, scene.trainer, thorough=True) as state:
+        state = WholeState(scene.trainer.model, scene.trainer, follow_modules=True)
+        with Preserved(state):
             found.append(on_cpu(_of_whole(scene, rows, number=number)))
-            changed = state.python.changed()
+            changed = state.changed()
     if _difference(*found).floor * FLOORS <= WIDEST and changed and RANDOM_NUMBERS not in changed:
         raise UnsupportedSetupError(
             f"got a loss of the same samples that changes from call to call with {', '.join(changed[:5])}; expected a "

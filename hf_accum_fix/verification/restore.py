@@ -17,13 +17,14 @@ from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.report import PATCHED, STOCK
+from hf_accum_fix.verification.whole_state import WholeState
 
 #: Loggers that report every training run; silenced during a dry run.
 _LOGGERS = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
-def restored(trainer: TrainerLike) -> Iterator[Preserved]:
+def restored(trainer: TrainerLike) -> Iterator[WholeState]:
     """Restore, also after an error, all state reachable from a trainer and the random states; clear gradients first."""
     with (
         random_states_kept(),
@@ -31,7 +32,7 @@ def restored(trainer: TrainerLike) -> Iterator[Preserved]:
         overridden(observations, "_RUNS", []),
         _quiet(),
         eagerly(),
-        Preserved(trainer.model, trainer, thorough=True) as state,
+        Preserved(state := WholeState(trainer.model, trainer, follow_modules=True)),
     ):
         for parameter in trainer.model.parameters():
             parameter.grad = None
