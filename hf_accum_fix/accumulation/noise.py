@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pickle import dumps
 from typing import Any
 
 import numpy as np
@@ -45,13 +44,6 @@ def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-
-
-def random_state() -> bytes:
-    """The states of the generators of `seed`; unchanged unless something drew a number."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    of_torch = [each.numpy() for each in (torch.get_rng_state(), *devices)]
-    return dumps((random.getstate(), np.random.get_state(), of_torch))
 
 
 class WithoutNoise(TorchFunctionMode):

@@ -237,11 +237,10 @@ class WindowGradient:
         """In the last micro-batch, replace the gradient by the window's sum."""
         if not self._last or leaf not in self._sums:
             return None
-        # Without another reference autograd takes it without a copy.
-        summed = self._sums.pop(leaf)
-        summed.add(_dense(gradient))
         leaf.grad = None
-        rounded: Tensor = summed.rounded()
+        self._add(leaf, gradient)
+        # Without another reference autograd takes it without a copy.
+        rounded: Tensor = self._sums.pop(leaf).rounded()
         return rounded
 
     def _arrived(self, leaf: Tensor) -> None:

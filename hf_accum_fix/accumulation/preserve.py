@@ -1,14 +1,13 @@
 """Run code without side effects: restore the tensors, Python values and random generators that it changes.
 
-- *Tensors*: a dispatch mode sees every in-place operation before it runs, and copies the storage it is about to write
-  to, unless that was allocated inside. What is not written to is never copied.
-- *Python values*, random generators among them: `python_state`.
+`PythonState` holds what was there before, row by row, and restores it. Python values have rows from the start. A
+storage gets one when it is about to be written to, which a dispatch mode sees; what is not written to is never copied.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -19,28 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.python_state import PythonState
+from hf_accum_fix.accumulation.python_state import ITEMS, MODE, NUMBERS, STORAGE, Kept, PythonState
 
 _ABSENT = object()
 
 
-class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside a ``with`` block state may change; `restore`, and the end of the block, restore it.
-
-    Args:
-        python: the Python values to restore.
-        sharded: a model whose parameters an engine moves in every forward, and whose modules it changes: of the tensors
-            only its buffers are restored, of the modules their modes.
-    """
+class KeepsStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Add every storage that an operation writes to to a state, unless it was allocated inside the ``with`` block."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, python: PythonState, sharded: nn.Module | None = None) -> None:
+    def __init__(self, state: PythonState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._python, self._copies = python, sharded is None
-        self._made_inside: set[int] = set()
-        self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._restore_buffers = buffers_copied(*[] if sharded is None else sharded.modules())
+        self._state = state
+        #: Addresses of the storages that were allocated inside, or are kept.
+        self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,36 +40,16 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Copy what ``func`` is about to write to, once per storage; remember what it allocates."""
         kwargs = kwargs or {}
         writes, makes = _effects(func)
-        for place, name in writes if self._copies else ():
-            for address, storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
-                if address not in self._made_inside and address not in self._written:
-                    self._written[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+        for place, name in writes:
+            for storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self._state.kept.append(Kept(storage, STORAGE, storage.clone()))  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         for each, made in zip(out if isinstance(out, (tuple, list)) else (out,), makes, strict=False):
             if made:
-                self._made_inside.update(address for address, _ in _storages(each))
+                self._known.update(storage._cdata for storage in _storages(each))
         return out
-
-    def wrote(self) -> bool:
-        """Whether a tensor has changed, or a Python value that a loss may depend on."""
-        # A copy, since this mode also sees the comparison.
-        changed = any(not torch.equal(_bytes(storage), _bytes(before)) for storage, before in [*self._written.values()])
-        return changed or self._python.wrote()
-
-    def restore(self) -> None:
-        """Restore everything as it was at the start."""
-        with torch.no_grad():
-            for storage, before in self._written.values():
-                if storage.nbytes() == before.nbytes():
-                    storage.copy_(before, False)
-            self._python.restore()
-            self._restore_buffers()
-
-    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
-        """Restore, also after an error."""
-        super().__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
-        self.restore()
-        self._python.__exit__()
 
 
 @cache
@@ -95,33 +67,19 @@ def _effects(func: Any) -> tuple[list[tuple[int, str]], list[bool]]:
     return writes, [each.alias_info is None for each in schema.returns]
 
 
-def _storages(value: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """The storages of the tensors in a value, by address; wrappers such as DTensor have none of their own."""
-    for each in tree_leaves(value):
-        if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided:
-            storage = each.untyped_storage()
-            yield storage._cdata, storage
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    """The storages of the tensors in a value; wrappers such as DTensor have none of their own."""
+    found = [each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter)]
+    return [each.untyped_storage() for each in found if each.layout is torch.strided]
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def buffers_copied(*modules: nn.Module) -> Callable[[], None]:
-    """Copy the modules' own buffers and modes; the result restores them, without waiting for the device."""
-    modes = [(module, module.training) for module in modules]
-    held = [(module._buffers, name, each) for module in modules for name, each in module._buffers.items()]
-    copied = [(buffers, name, each, each.detach().clone()) for buffers, name, each in held if each is not None]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for buffers, name, each, before in copied:
-            buffers[name] = each.copy_(before)
-        for module, mode in modes:
-            if module.training is not mode:
-                module.training = mode
-
-    return restore
+def with_buffers(state: PythonState, model: nn.Module) -> PythonState:
+    """Add the buffers and modes of a model to a state, which restores them without waiting for its device."""
+    for module in model.modules():
+        held = module._buffers
+        state.kept += [Kept(module, MODE, MODE.get(module)), Kept(held, ITEMS, dict(held))]
+        state.kept += [Kept(each, NUMBERS, each.detach().clone()) for each in held.values() if each is not None]
+    return state
 
 
 class overridden(AbstractContextManager[None]):
@@ -155,22 +113,27 @@ def eagerly() -> AbstractContextManager[object]:
 @contextmanager
 def preserved_state(
     model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
-) -> Iterator[Preserved]:
+) -> Iterator[PythonState]:
     """Run forwards as in training, without gradient, and restore everything.
 
     Args:
         model: its modes, buffers, parameters, generators and Python attributes are kept.
         others: more objects whose attributes are kept, such as a trainer.
         leave: objects that are not followed, such as data sets.
-        sharded: an engine shards the parameters (see `Preserved`).
+        sharded: an engine moves the parameters in every forward, and changes the modules: only buffers, modes and
+            ``others`` are kept.
     """
-    roots = others if sharded else (model, *others)
+    if sharded:
+        state = with_buffers(PythonState(*others, leave=leave), model)
+    else:
+        state = PythonState(model, *others, leave=leave, follow_modules=True)
     with (
         random_states_kept(),
         torch.no_grad(),
         eagerly(),
         warnings.catch_warnings(),
-        Preserved(PythonState(*roots, leave=leave, follow_modules=not sharded), model if sharded else None) as state,
+        state,
+        nullcontext() if sharded else KeepsStorages(state),
     ):
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
         model.train()

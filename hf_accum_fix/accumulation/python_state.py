@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pickle import dumps, loads
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ _MOST_ELEMENTS = 1000
 
 #: Arrays with more numbers than this hold data.
 MOST_NUMBERS = 1 << 24
+
+Own = TypeVar("Own", bound="PythonState")
 
 _ABSENT = object()
 _PLAIN = (str, int, float, bool, bytes, type(None), types.ModuleType, logging.Logger)
@@ -84,7 +86,7 @@ class PythonState:
         if self.follows(value) or id(value) in self._roots:
             if isinstance(getattr(value, "__dict__", None), dict):
                 yield ATTRIBUTES
-            if _slots(cls):
+            if any("__slots__" in vars(base) for base in cls.__mro__):
                 yield SLOTS
 
     def follows(self, value: Any) -> bool:
@@ -93,15 +95,17 @@ class PythonState:
 
     def wrote(self) -> bool:
         """Whether a value has changed that a loss may depend on: no counter, and no log."""
-        return any(each.differs() and _matters(each.before, each.now()) for each in self.kept)
+        # A copy, since a mode that adds storages also sees their comparison.
+        return any(each.differs() and _matters(each.before, each.now()) for each in [*self.kept])
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Restore everything as it was at the start."""
         for each in self.kept:
             if each.differs():
                 each.kind.put(each.holder, each.before)
 
-    def __enter__(self) -> PythonState:
+    def __enter__(self: Own) -> Own:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +157,8 @@ def _same(before: Any, now: Any) -> bool:
         return not differing(before, now)
     if isinstance(before, list):
         return len(now) == len(before) and all(map(operator.is_, now, before))
-    if isinstance(before, Tensor):
+    if isinstance(before, (Tensor, torch.UntypedStorage)):
+        # Comparing the numbers would wait for the device.
         return bool(now.data_ptr() == before.data_ptr())
     return bool(now.tobytes() == before.tobytes() if isinstance(before, np.ndarray) else now == before)
 
@@ -168,6 +173,9 @@ def _matters(before: Any, now: Any) -> bool:
     if isinstance(before, list):
         # Words and counts may be a log.
         return not _same(before, now[: len(before)]) or any(map(_holds_numbers, now[len(before) :]))
+    if isinstance(before, torch.UntypedStorage):
+        one, other = (torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in (before, now))
+        return not torch.equal(one, other)
     if not isinstance(before, dict):
         return isinstance(before, np.ndarray)
     pairs = [(before.get(name), now.get(name)) for name in differing(before, now)]
@@ -249,17 +257,14 @@ def named(get: Callable[[Any], dict[str, Any]]) -> Kind:
     return Kind(get, put)
 
 
-def _slots(cls: Any) -> dict[str, types.MemberDescriptorType]:
-    """The slots of a class and its bases, by name."""
-    own = [each for base in cls.__mro__ if "__slots__" in vars(base) for each in vars(base).items()]
-    return {name: each for name, each in own if isinstance(each, types.MemberDescriptorType)}
-
-
-def _filled_slots(value: Any) -> dict[str, Any]:
+def _slots(value: Any) -> dict[str, Any]:
+    """The filled slots of an object."""
     found: dict[str, Any] = {}
-    for name, slot in _slots(type(value)).items():
-        with suppress(AttributeError):
-            found[name] = slot.__get__(value)
+    for own in (vars(cls) for cls in type(value).__mro__ if "__slots__" in vars(cls)):
+        for name, slot in own.items():
+            if isinstance(slot, types.MemberDescriptorType):
+                with suppress(AttributeError):
+                    found[name] = slot.__get__(value)
     return found
 
 
@@ -269,8 +274,14 @@ def _drawing(get: Callable[[Any], Any], put: Callable[[Any, Any], object]) -> Ki
 
 
 ATTRIBUTES = Kind(lambda value: dict(vars(value)), lambda value, before: _put_items(vars(value), before))
-SLOTS = named(_filled_slots)
+SLOTS = named(_slots)
 GRADIENT = named(lambda value: {"grad": value.grad, "requires_grad": value.requires_grad})
+MODE = named(lambda value: {"training": value.training})
+#: A tensor, or a storage, whose copy is restored without a comparison.
+NUMBERS = Kind(lambda value: value, lambda value, before: value.copy_(before))
+STORAGE = Kind(
+    lambda value: value, lambda value, before: value.nbytes() == before.nbytes() and value.copy_(before, False)
+)
 _DATA = Kind(lambda value: value.data, lambda value, before: setattr(value, "data", before))
 ARRAY = Kind(np.copy, lambda value, before: np.copyto(value, before))
 ITEMS = Kind(lambda value: dict(_dict_methods(value).items(value)), _put_items)

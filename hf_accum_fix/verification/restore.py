@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.preserve import Preserved, eagerly, overridden
+from hf_accum_fix.accumulation.preserve import KeepsStorages, eagerly, overridden
 from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
@@ -32,7 +32,8 @@ def restored(trainer: TrainerLike) -> Iterator[WholeState]:
         overridden(observations, "_RUNS", []),
         _quiet(),
         eagerly(),
-        Preserved(state := WholeState(trainer.model, trainer, follow_modules=True)),
+        WholeState(trainer.model, trainer, follow_modules=True) as state,
+        KeepsStorages(state),
     ):
         for parameter in trainer.model.parameters():
             parameter.grad = None
