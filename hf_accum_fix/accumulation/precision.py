@@ -196,18 +196,18 @@ class WindowGradient:
         Raises:
             UnsupportedSetupError: under FSDP1, if sums are left for parameters that are shards by now.
         """
-        left = self._sums
-        unused, sharded = self._last, False
-        for leaf, arrival in [(leaf, known.arrival) for leaf, known in self._leaves.items() if leaf in left]:
-            if arrival is Arrival.FLAT and (self._last or leaf.shape != left[leaf].rounded().shape):
-                sharded = True
+        error = ""
+        for leaf, summed in [*self._sums.items()] if self._leaves else ():
+            arrival = self._leaves[leaf].arrival
+            if arrival is Arrival.FLAT and (self._last or leaf.shape != summed.rounded().shape):
+                error = _UNUSED_UNIT if self._last else _ENDED_EARLY
             # In the last micro-batch it has its gradient.
             elif not (self._last and arrival in _ADDED_BY_AUTOGRAD):
                 self._move(leaf)
-                leaf.grad = left[leaf].rounded()
+                leaf.grad = summed.rounded()
         self.drop()
-        if sharded:
-            raise UnsupportedSetupError(_UNUSED_UNIT if unused else _ENDED_EARLY)
+        if error:
+            raise UnsupportedSetupError(error)
 
     def drop(self) -> None:
         """Drop the window's sums and hooks."""

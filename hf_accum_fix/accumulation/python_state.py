@@ -1,7 +1,7 @@
 """Copy the state of every Python object reachable from some objects, and restore it where it differs.
 
 A state is copied shallowly: attributes and elements by identity, since each of them is an object with a state of its
-own; numbers by value. `KINDS` has a row for each kind of state; verification adds those of code and of libraries.
+own; numbers by value. There is a `Kind` for each way of keeping a state; verification adds those of code.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class PythonState:
         roots: objects whose attributes are kept, whatever they are.
         leave: objects that are not followed, such as data sets.
         follow_modules: keep modules and parameters, too.
+
+    Attributes:
+        reached: the objects that were reached or left, by id.
+        kept: their states; `preserve` adds those of tensors.
     """
 
     def __init__(self, *roots: object, leave: Iterable[object] = (), follow_modules: bool = False) -> None:
