@@ -133,25 +133,23 @@ class Items:
         """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
         if self.mix:
             return torch.stack([factor * rule.count(inputs, device) for factor, rule in self.mix]).sum()
-        if self.entry is not None or not self.keys or isinstance(inputs, ZeroWeightBatch):
-            device = device or torch.device("cpu")
-            return torch.full((), self._rows(inputs), dtype=count_dtype(device), device=device)
-        if self.given:
+        if isinstance(inputs, ZeroWeightBatch):
+            rows = 0
+        elif self.entry is not None:
+            rows = sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
+        elif not self.keys:
+            rows = sample_count(inputs)
+        elif self.given:
             number = torch.as_tensor(inputs[self.keys[0]])
             device = device or number.device
             return number.detach().to(device, count_dtype(device)).reshape(())
-        found = self.targets(inputs)
-        if self.per_sample:
-            found = self._by_sample(inputs, found)[1] > 0
-        return found.sum(dtype=count_dtype(device or found.device)).to(device)
-
-    def _rows(self, inputs: Mapping[str, Any]) -> int:
-        """Items that are rows of the inputs: samples, or listed targets."""
-        if isinstance(inputs, ZeroWeightBatch):
-            return 0
-        if self.entry is None:
-            return sample_count(inputs)
-        return sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
+        else:
+            found = self.targets(inputs)
+            if self.per_sample:
+                found = self._by_sample(inputs, found)[1] > 0
+            return found.sum(dtype=count_dtype(device or found.device)).to(device)
+        device = device or torch.device("cpu")
+        return torch.full((), rows, dtype=count_dtype(device), device=device)
 
     def sample_weights(self, inputs: Mapping[str, Any]) -> Tensor:
         """1 / the targets of its sample for each target, else 0; shaped like the counted input."""
@@ -183,26 +181,13 @@ class Items:
         if counted is None or not is_marked or counted.is_floating_point() or counted.dtype is torch.bool:
             return result
         count = self.count(inputs) if count is None else count.to(counted.device)
-        empty, place, target = count.logical_not(), self._first_place(inputs), 1 if self.ignore_index == 0 else 0
+        target = 1 if self.ignore_index == 0 else 0
+        # The first position that may be a target.
+        place = self.targets({**inputs, self.keys[0]: torch.full_like(counted, target)}).flatten().byte().argmax()
         for key in self.keys:
-            result[key] = filled = result[key].clone(memory_format=torch.contiguous_format)
-            flat = filled.view(-1)
-            if isinstance(place, int):
-                flat.select(0, place).masked_fill_(empty, target)
-            else:
-                flat.scatter_(0, place, flat.gather(0, place).masked_fill(empty, target))
+            positions = torch.arange(result[key].numel(), device=counted.device).view_as(result[key])
+            result[key] = result[key].masked_fill((positions == place) & count.logical_not(), target)
         return result
-
-    def _first_place(self, inputs: Mapping[str, Any]) -> int | Tensor:
-        """The first position that may be a target, as a flat index (a tensor [1] where it depends on a mask)."""
-        value = inputs[self.keys[0]]
-        mask = None if self.mask is None else inputs.get(self.mask)
-        if not isinstance(mask, Tensor) or mask.shape != value.shape:
-            return int(self.shift and value.shape[-1] > 1)
-        allowed: Tensor = mask != 0
-        if self.shift:
-            allowed[..., 0] = False
-        return allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True)
 
     def divisor(self, count: Tensor) -> Tensor:
         """What a mean over ``count`` items divides by: at least 1 in heads with lists of targets."""

@@ -31,7 +31,8 @@ from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of
-from hf_accum_fix.accumulation.preserve import Preserved, preserved_state
+from hf_accum_fix.accumulation.preserve import preserved_state
+from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.reading import (
     ForgottenError,
     Forward,
@@ -82,7 +83,7 @@ class _Observation:
     loss: LossRun
     window: Sequence[Mapping[str, Any]]
     setting: Setting
-    state: Preserved
+    state: PythonState
     ranks: SyncedRanks
     sharded: bool
     whole: Reading = field(init=False)

@@ -39,6 +39,18 @@ class Arrival(Enum):
     REDUCED = "reduced"
 
 
+_ADDED_BY_AUTOGRAD: Final = (Arrival.AUTOGRAD, Arrival.HELD)
+
+_UNUSED_UNIT: Final = (
+    "got an FSDP unit that the last micro-batch of a window does not use, so its gradient was not reduced; expected "
+    "every unit to be used; use FSDP2, or accumulate_in='parameter'"
+)
+_ENDED_EARLY: Final = (
+    "got a window that ended before its last micro-batch under FSDP1; expected all of its micro-batches, since shards "
+    "take no whole gradient; use FSDP2, or accumulate_in='parameter'"
+)
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A tensor that gradients arrive at; of a sharded model the one in which its engine adds them.
@@ -71,7 +83,8 @@ class _Compensated:
     """
 
     def __init__(self, first: Tensor) -> None:
-        self._sum, self._rest = first, torch.zeros_like(first)
+        # It may be a view of a DDP bucket.
+        self._sum, self._rest = first.clone(), torch.zeros_like(first)
 
     def add(self, gradient: Tensor) -> None:
         more = self._rest.add_(gradient)
@@ -129,7 +142,7 @@ class WindowGradient:
         self.matters = False
         #: None: the estimate is done.
         self._sum_type: Any = _SUMS[accumulate_in]
-        self._estimates = self._sum_type is _InBoth
+        #: Those whose ``.grad`` is moved to a sum.
         self._leaves: dict[Tensor, Leaf] = {}
         self._sums: dict[Tensor, Any] = {}
         self._hooks: list[Any] = []
@@ -149,51 +162,52 @@ class WindowGradient:
             return
         self._begun += 1
         self._last = last
+        estimates = self._sum_type is _InBoth
+        if estimates and self._begun == 1:
+            tensors = [each.tensor for each in leaves() if each.arrival is not Arrival.REDUCED]
+            self._hooks += [each.register_hook(partial(self._add, each)) for each in tensors]
         # Some engines create parameters in the first forward.
-        if self._begun <= 2:
+        elif not estimates and self._begun <= 2:
             self._watch(leaves())
-        for leaf in self._sums if last and not self._estimates else ():
+        for leaf, known in self._leaves.items() if last else ():
             # A parameter that the last micro-batch does not use gets no gradient.
-            if self._leaves[leaf].arrival in (Arrival.AUTOGRAD, Arrival.HELD):
+            if leaf in self._sums and known.arrival in _ADDED_BY_AUTOGRAD:
                 leaf.grad = self._sums[leaf].rounded()
         try:
             yield
-            self._collect()
+            if not last:
+                for leaf in self._leaves:
+                    self._move(leaf)
+                return
+            if estimates and self._sums:
+                self.lost, self.matters = _rounding_error(self._sums)
+                self._sum_type = None
+            self.finish()
         except BaseException:
             # If the caller catches this error, ``.grad`` has to hold what was added.
             with suppress(UnsupportedSetupError):
                 self.finish()
             raise
-        if last:
-            if self._estimates and self._sums:
-                self.lost, self.matters = _rounding_error(self._sums)
-                self._sum_type = None
-            self.drop()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End a window early: put what was added into ``.grad``, as torch would have it.
+        """End a window, also early: put what was added into ``.grad``, as torch would have it.
 
         Raises:
-            UnsupportedSetupError: under FSDP1, whose parameters are shards between micro-batches.
+            UnsupportedSetupError: under FSDP1, if sums are left for parameters that are shards by now.
         """
-        shards = False
-        for leaf, summed in () if self._estimates else self._sums.items():
+        error = ""
+        for leaf, summed in [*self._sums.items()] if self._leaves else ():
             arrival = self._leaves[leaf].arrival
-            if self._last and arrival is not Arrival.REDUCED:
-                continue
-            if arrival is Arrival.FLAT and leaf.shape != summed.rounded().shape:
-                shards = True
-                continue
-            if leaf.grad is not None:
-                summed.add(_dense(leaf.grad))
-            leaf.grad = summed.rounded()
+            if arrival is Arrival.FLAT and (self._last or leaf.shape != summed.rounded().shape):
+                error = _UNUSED_UNIT if self._last else _ENDED_EARLY
+            # In the last micro-batch it has its gradient.
+            elif not (self._last and arrival in _ADDED_BY_AUTOGRAD):
+                self._move(leaf)
+                leaf.grad = summed.rounded()
         self.drop()
-        if shards:
-            raise UnsupportedSetupError(
-                "got a window that ended before its last micro-batch under FSDP1; expected all of its micro-batches, "
-                "since shards take no whole gradient; use FSDP2, or accumulate_in='parameter'"
-            )
+        if error:
+            raise UnsupportedSetupError(error)
 
     def drop(self) -> None:
         """Drop the window's sums and hooks."""
@@ -204,21 +218,15 @@ class WindowGradient:
         self._leaves.clear()
         self._begun, self._last = 0, False
 
-    @torch.no_grad()
     def _watch(self, leaves: Iterable[Leaf]) -> None:
         for leaf in leaves:
             tensor, arrival = leaf.tensor, leaf.arrival
             if tensor in self._leaves:
                 continue
             self._leaves[tensor] = leaf
-            if self._estimates:
-                if arrival is not Arrival.REDUCED and self._begun == 1:
-                    self._hooks.append(tensor.register_hook(partial(self._sum_up, tensor)))
-                continue
             _refuse_steps_within_backward(tensor)
-            if tensor.grad is not None and arrival is not Arrival.FLAT:
-                # It may be a view of a DDP bucket.
-                self._add(tensor, tensor.grad.clone())
+            if arrival is not Arrival.FLAT:
+                self._move(tensor)
             if arrival is not Arrival.REDUCED:
                 self._hooks.append(tensor.register_hook(partial(self._arriving, tensor)))
             if arrival is Arrival.AUTOGRAD:
@@ -229,47 +237,30 @@ class WindowGradient:
         """In the last micro-batch, replace the gradient by the window's sum."""
         if not self._last or leaf not in self._sums:
             return None
-        # Without another reference autograd takes it without a copy.
-        summed = self._sums.pop(leaf)
-        summed.add(_dense(gradient))
         leaf.grad = None
-        rounded: Tensor = summed.rounded()
+        self._add(leaf, gradient)
+        # Without another reference autograd takes it without a copy.
+        rounded: Tensor = self._sums.pop(leaf).rounded()
         return rounded
 
-    @torch.no_grad()
     def _arrived(self, leaf: Tensor) -> None:
-        if not self._last and leaf.grad is not None:
-            self._add(leaf, leaf.grad)
+        """Free ``.grad`` at once, before those of the other parameters arrive."""
+        if not self._last:
+            self._move(leaf)
 
-    def _add(self, leaf: Tensor, gradient: Tensor) -> None:
-        for each in (leaf, *self._leaves[leaf].views):
-            each.grad = None
-        self._sum_up(leaf, gradient)
+    def _move(self, leaf: Tensor) -> None:
+        """Move a tensor's ``.grad``, if it has one, to its sum."""
+        if (gradient := leaf.grad) is not None:
+            for each in (leaf, *self._leaves[leaf].views):
+                each.grad = None
+            self._add(leaf, gradient)
 
     @torch.no_grad()
-    def _sum_up(self, leaf: Tensor, gradient: Tensor) -> None:
+    def _add(self, leaf: Tensor, gradient: Tensor) -> None:
         if leaf in self._sums:
             self._sums[leaf].add(_dense(gradient))
         else:
             self._sums[leaf] = self._sum_type(_dense(gradient))
-
-    @torch.no_grad()
-    def _collect(self) -> None:
-        """Take the gradients that did not pass a hook."""
-        for leaf, known in () if self._estimates else self._leaves.items():
-            arrival, reduced = known.arrival, known.arrival is Arrival.REDUCED
-            if leaf.grad is not None and (reduced or not self._last):
-                # DDP may have put a view of a bucket there.
-                self._add(leaf, leaf.grad.clone() if arrival is Arrival.HELD else leaf.grad)
-            if not self._last or leaf not in self._sums:
-                continue
-            if reduced:
-                leaf.grad = self._sums[leaf].rounded()
-            elif arrival is Arrival.FLAT:
-                raise UnsupportedSetupError(
-                    "got an FSDP unit that the last micro-batch of a window does not use, so its gradient was not "
-                    "reduced; expected every unit to be used; use FSDP2, or accumulate_in='parameter'"
-                )
 
 
 def _rounding_error(sums: Mapping[Tensor, _InBoth]) -> tuple[float | None, bool]:

@@ -1,9 +1,7 @@
 """Run code without side effects: restore the tensors, Python values and random generators that it changes.
 
-- *Tensors*: a dispatch mode sees every in-place operation before it runs, and copies the storage it is about to write
-  to, unless that was allocated inside. What is not written to is never copied.
-- *Python values*, random generators among them: `python_state`. Globals, closures, classes and the objects of libraries
-  are only followed if ``thorough``, as in verification.
+`PythonState` holds what was there before, row by row, and restores it. Python values have rows from the start. A
+storage gets one when it is about to be written to, which a dispatch mode sees; what is not written to is never copied.
 """
 
 from __future__ import annotations
@@ -20,41 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.python_state import PythonState
+from hf_accum_fix.accumulation.python_state import ITEMS, MODE, NUMBERS, STORAGE, Kept, PythonState
 
 _ABSENT = object()
 
 
-class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside a ``with`` block state may change; `restore`, and the end of the block, restore it.
-
-    Args:
-        model: its modes, buffers, parameters, generators and Python attributes are kept.
-        others: more objects whose attributes are kept, such as a trainer.
-        leave: objects that are not followed, such as data sets.
-        sharded: an engine moves the parameters in every forward, and changes the modules: only buffers, modes and
-            ``others`` are kept.
-        thorough: also follow functions, classes and the objects of libraries.
-    """
+class KeepsStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Add every storage that an operation writes to to a state, unless it was allocated inside the ``with`` block."""
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *others: object,
-        leave: Iterable[object] = (),
-        sharded: bool = False,
-        thorough: bool = False,
-    ) -> None:
+    def __init__(self, state: PythonState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sharded = sharded
-        self._made_inside: set[int] = set()
-        self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._buffers = _copied_buffers(model) if sharded else []
-        roots = others if sharded else (model, *others)
-        self.python = PythonState(*roots, leave=leave, follow_modules=not sharded, thorough=thorough)
+        self._state = state
+        #: Addresses of the storages that were allocated inside, or are kept.
+        self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,43 +41,15 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         writes, makes = _effects(func)
         for place, name in writes:
-            self._copy(args[place] if place < len(args) else kwargs.get(name))
+            for storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self._state.kept.append(Kept(storage, STORAGE, storage.clone()))  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         for each, made in zip(out if isinstance(out, (tuple, list)) else (out,), makes, strict=False):
             if made:
-                self._made_inside.update(map(_address, _plain(each)))
+                self._known.update(storage._cdata for storage in _storages(each))
         return out
-
-    def wrote(self) -> bool:
-        """Whether a tensor has changed, or a Python value that a loss may depend on."""
-        # A copy, since this mode also sees the comparison.
-        if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in [*self._written.values()]):
-            return True
-        return self.python.wrote()
-
-    def restore(self) -> None:
-        """Restore everything as it was at the start."""
-        with torch.no_grad():
-            for storage, content in self._written.values():
-                if storage.nbytes() == content.nbytes():
-                    storage.copy_(content, False)
-            self.python.restore()
-            _put_buffers(self._buffers)
-            for module, mode in self._modes:
-                module.training = mode
-
-    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
-        """Restore, also after an error."""
-        super().__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
-        self.restore()
-        self.python.__exit__()
-
-    def _copy(self, value: Any) -> None:
-        for tensor in [] if self._sharded else _plain(value):
-            address = _address(tensor)
-            if address not in self._made_inside and address not in self._written:
-                storage = tensor.untyped_storage()
-                self._written[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -117,44 +67,19 @@ def _effects(func: Any) -> tuple[list[tuple[int, str]], list[bool]]:
     return writes, [each.alias_info is None for each in schema.returns]
 
 
-def _as_bytes(*storages: torch.UntypedStorage) -> list[Tensor]:
-    return [torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in storages]
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    """The storages of the tensors in a value; wrappers such as DTensor have none of their own."""
+    found = [each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter)]
+    return [each.untyped_storage() for each in found if each.layout is torch.strided]
 
 
-def _plain(value: Any) -> list[Tensor]:
-    """The tensors in a value that have their own storage: no wrappers such as DTensor."""
-    return [
-        each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
-    ]
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-#: Buffers of a module, name, tensor, copy.
-_Buffer = tuple[dict[str, Tensor | None], str, Tensor, Tensor]
-
-
-def _copied_buffers(model: nn.Module) -> list[_Buffer]:
-    held = [(module._buffers, name, each) for module in model.modules() for name, each in module._buffers.items()]
-    return [(buffers, name, each, each.detach().clone()) for buffers, name, each in held if each is not None]
-
-
-def _put_buffers(copied: Iterable[_Buffer]) -> None:
-    for buffers, name, each, before in copied:
-        buffers[name] = each.copy_(before)
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model, also after an error, without waiting for its device."""
-    copied = _copied_buffers(model)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            _put_buffers(copied)
+def with_buffers(state: PythonState, model: nn.Module) -> PythonState:
+    """Add the buffers and modes of a model to a state, which restores them without waiting for its device."""
+    for module in model.modules():
+        held = module._buffers
+        state.kept += [Kept(module, MODE, MODE.get(module)), Kept(held, ITEMS, dict(held))]
+        state.kept += [Kept(each, NUMBERS, each.detach().clone()) for each in held.values() if each is not None]
+    return state
 
 
 class overridden(AbstractContextManager[None]):
@@ -188,14 +113,27 @@ def eagerly() -> AbstractContextManager[object]:
 @contextmanager
 def preserved_state(
     model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
-) -> Iterator[Preserved]:
-    """Run forwards as in training, without gradient, and restore everything; arguments as `Preserved`'s."""
+) -> Iterator[PythonState]:
+    """Run forwards as in training, without gradient, and restore everything.
+
+    Args:
+        model: its modes, buffers, parameters, generators and Python attributes are kept.
+        others: more objects whose attributes are kept, such as a trainer.
+        leave: objects that are not followed, such as data sets.
+        sharded: an engine moves the parameters in every forward, and changes the modules: only buffers, modes and
+            ``others`` are kept.
+    """
+    if sharded:
+        state = with_buffers(PythonState(*others, leave=leave), model)
+    else:
+        state = PythonState(model, *others, leave=leave, follow_modules=True)
     with (
         random_states_kept(),
         torch.no_grad(),
         eagerly(),
         warnings.catch_warnings(),
-        Preserved(model, *others, leave=leave, sharded=sharded) as state,
+        state,
+        nullcontext() if sharded else KeepsStorages(state),
     ):
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
         model.train()

@@ -39,7 +39,8 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.preserve import buffers_kept
+from hf_accum_fix.accumulation.preserve import with_buffers
+from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 
@@ -123,7 +124,7 @@ def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
     types = {each.type for each in used} - {"cpu", "meta", "mps"}
     indices = sorted({each.index or 0 for each in used if each.type in types})
     device_type = next(iter(types), "cuda")
-    with random_states_kept(indices, device_type), torch.no_grad(), buffers_kept(model):
+    with random_states_kept(indices, device_type), torch.no_grad(), with_buffers(PythonState(), model):
         yield
 
 

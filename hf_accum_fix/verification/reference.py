@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pickle import dumps
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.noise import random_state, seed
-from hf_accum_fix.accumulation.preserve import Preserved, overridden
-from hf_accum_fix.accumulation.python_state import RANDOM_NUMBERS
+from hf_accum_fix.accumulation.noise import seed
+from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.sample import Collate, micro_batches
+from hf_accum_fix.verification.whole_state import RANDOM_NUMBERS, WholeState
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
@@ -390,9 +393,9 @@ def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
     """Refuse a loss that depends on state that the trainer or the model keeps between calls, and name the state."""
     found = []
     for number in (1, 2):
-        with Preserved(scene.trainer.model, scene.trainer, thorough=True) as state:
+        with WholeState(scene.trainer.model, scene.trainer, follow_modules=True) as state, KeepsStorages(state):
             found.append(on_cpu(_of_whole(scene, rows, number=number)))
-            changed = state.python.changed()
+            changed = state.changed()
     if _difference(*found).floor * FLOORS <= WIDEST and changed and RANDOM_NUMBERS not in changed:
         raise UnsupportedSetupError(
             f"got a loss of the same samples that changes from call to call with {', '.join(changed[:5])}; expected a "
@@ -409,10 +412,17 @@ def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor
     """Loss and gradient of one batch, and notes; refuse a loss that is random without dropout."""
     inputs = scene.collate(list(rows))
     seed(0)
-    before = random_state()
+    before = _random_state()
     loss = scene.backward(inputs)
-    drew, gradient = random_state() != before, on_cpu(take(scene.parameters))
+    drew, gradient = _random_state() != before, on_cpu(take(scene.parameters))
     return loss, gradient, _refuse_randomness(scene, rows, gradient) if drew else ()
+
+
+def _random_state() -> bytes:
+    """The states of the generators of `seed`; unchanged unless something drew a number."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_torch = [each.numpy() for each in (torch.get_rng_state(), *devices)]
+    return dumps((random.getstate(), np.random.get_state(), of_torch))
 
 
 def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:

@@ -11,19 +11,20 @@ from torch import nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.preserve import Preserved, eagerly, overridden
+from hf_accum_fix.accumulation.preserve import KeepsStorages, eagerly, overridden
 from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.report import PATCHED, STOCK
+from hf_accum_fix.verification.whole_state import WholeState
 
 #: Loggers that report every training run; silenced during a dry run.
 _LOGGERS = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
-def restored(trainer: TrainerLike) -> Iterator[Preserved]:
+def restored(trainer: TrainerLike) -> Iterator[WholeState]:
     """Restore, also after an error, all state reachable from a trainer and the random states; clear gradients first."""
     with (
         random_states_kept(),
@@ -31,7 +32,8 @@ def restored(trainer: TrainerLike) -> Iterator[Preserved]:
         overridden(observations, "_RUNS", []),
         _quiet(),
         eagerly(),
-        Preserved(trainer.model, trainer, thorough=True) as state,
+        WholeState(trainer.model, trainer, follow_modules=True) as state,
+        KeepsStorages(state),
     ):
         for parameter in trainer.model.parameters():
             parameter.grad = None

@@ -22,11 +22,11 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.items import has_rows
 from hf_accum_fix.accumulation.noise import seed
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.python_state import reached
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.whole_state import WholeState
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -219,7 +219,9 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
         dataset = inner
     one, other = iter(dataset), iter(dataset)
     read = (type(dataset).__iter__, *((type(one).__iter__,) if hasattr(one, "__iter__") else ()))
-    if one is other or any(_runs_out(each) for each in reached(dataset, *read)):
+    with WholeState(dataset, *read, follow_modules=True) as state:
+        runs_out = one is other or any(map(_runs_out, state.reached.values()))
+    if runs_out:
         raise UnsupportedSetupError(
             f"got {type(dataset).__name__}, a stream that cannot be rewound, so that training would lose the samples "
             "read here; expected one that can; pass some of its samples: samples=[...]"

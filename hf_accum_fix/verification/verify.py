@@ -87,7 +87,7 @@ def verify(
         _check(trainer)
         with restored(trainer) as state:
             report = _verified(trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step)
-            lost = tuple(f"{each} was read or written and cannot be put back" for each in state.python.lost())
+            lost = tuple(f"{each} was read or written and cannot be put back" for each in state.lost())
             return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
         raise

@@ -307,7 +307,12 @@ def test_ways_of_counting(rule: Items, inputs: dict[str, object], count: int) ->
 
 @pytest.mark.parametrize(
     "rule",
-    [Items(("labels",)), Items(("labels",), shift=True), Items(("labels",), shift=True, mask="attention_mask")],
+    [
+        Items(("labels",)),
+        Items(("labels",), shift=True),
+        Items(("labels",), shift=True, mask="attention_mask"),
+        Items(("labels",), block=(1, 2)),
+    ],
     ids=str,
 )
 def test_a_dummy_target_is_given_only_where_there_is_none(rule: Items) -> None:
