@@ -322,10 +322,14 @@ def _by(size: int, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
 
 
 def _without_stocks_nan(patched: Training, plain: Training | None) -> Training:
-    """A loss that is nan in stock too is in the log (see ``loss_log``), which is not silent; nor is what follows."""
+    """A loss that is nan in stock too is in the log (see ``loss_log``), which is not silent; nor is what follows.
+
+    So is the loss of a full batch that is nan itself, which is no reference.
+    """
     if plain is None:
         return patched
-    both = [isnan(ours) and isnan(theirs) for ours, theirs in zip(patched.errors, plain.errors, strict=False)]
+    each = zip(patched.errors, plain.errors, patched.losses, strict=False)
+    both = [(isnan(ours) and isnan(theirs)) or isnan(whole) for ours, theirs, whole in each]
     return replace(patched, errors=[0.0 if any(both[: at + 1]) else each for at, each in enumerate(patched.errors)])
 
 
