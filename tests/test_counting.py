@@ -110,7 +110,10 @@ def test_what_is_settled_is_observed_no_more() -> None:
 def test_a_loss_that_no_window_has_shown_is_said_once() -> None:
     [(kind, words)] = remarks("Head", ZERO, ATTEMPTS)
     assert kind == "inexact"
-    assert words == f"Head: after {ATTEMPTS} windows the loss {ZERO}: the loss of samples with targets is zero."
+    found = (
+        f"Head: after {ATTEMPTS} windows it is not sure that the loss {ZERO}: the loss of samples with targets is zero."
+    )
+    assert words == f"{found} It is reported as not exact."
 
 
 @pytest.mark.parametrize("trouble", [ContractError("no loss"), torch.cuda.OutOfMemoryError("out of memory")], ids=repr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.reading import Reading
 from hf_accum_fix.accumulation.samples import Split
@@ -96,6 +96,9 @@ class Choice:
         # If rows belong together, that was the cause.
         if self._open and found.exact and self._kind in ("narrowed", "rows"):
             found = replace(found, doubt=_OF_ONE)
+            if found.reduction is Reduction.SUM:
+                terms = tuple(replace(each, how=How.PLAIN) for each in found.terms)
+                found = replace(found, reduction=Reduction.PLAIN, terms=terms, reason=_OF_ONE)
         return found, self.whole
 
 

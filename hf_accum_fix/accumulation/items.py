@@ -140,9 +140,11 @@ class Items:
         elif not self.keys:
             rows = sample_count(inputs)
         elif self.given:
-            number = torch.as_tensor(inputs[self.keys[0]])
-            device = device or number.device
-            return number.detach().to(device, count_dtype(device)).reshape(())
+            number = inputs[self.keys[0]]
+            device = device or (number.device if isinstance(number, Tensor) else torch.device("cpu"))
+            if isinstance(number, Tensor):
+                return number.detach().to(device, count_dtype(device)).reshape(())
+            return torch.full((), number, dtype=count_dtype(device), device=device)
         else:
             found = self.targets(inputs)
             if self.per_sample:

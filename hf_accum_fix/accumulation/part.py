@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,16 @@ class Part:
     def note(self, place: int, seen: Number, predicted: Number) -> None:
         """Add the divisor of one term of a micro-batch, and its prediction; ``place``: of its `TermSpec`."""
         self._noted.setdefault(place, []).append((seen, predicted))
+
+    def plan(self, each: Sequence[Mapping[Items | int, Tensor]]) -> None:
+        """Add what the predictions lack of the window's N, since copies of micro-batches may have other targets."""
+        for place, noted in self._noted.items():
+            spec = self.contract.terms[place] if self.contract.terms else None
+            if spec is not None and spec.rule is not None:
+                by_rule = torch.stack([items[spec.rule] for items in each]).sum() * spec.ratio
+                by_place = [items[place] for items in each if place in items]
+                planned = (torch.stack(by_place).sum() if by_place else by_rule).to(self.device)
+                noted.append((0.0, planned - self._stacked(place, 1).sum()))
 
     def first(self, place: int, seen: Number) -> Number:
         """The divisor of the window's first micro-batch; ``seen``: of this one, in case it is the first."""

@@ -123,7 +123,10 @@ class PythonState:
 
 def is_machinery(cls: Any) -> bool:
     """Whether a class is a library's, whose objects hold no state that a loss depends on."""
-    return cls.__name__ not in _NOTED_ON and (cls.__module__ or "").partition(".")[0] in _MACHINERY
+    module = cls.__module__ or ""
+    # A loss may step an optimizer of its own.
+    is_noted = cls.__name__ in _NOTED_ON or module.startswith("torch.optim")
+    return not is_noted and module.partition(".")[0] in _MACHINERY
 
 
 # --- the state of one object ------------------------------------------------------------------------------------------

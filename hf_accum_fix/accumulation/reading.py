@@ -272,4 +272,5 @@ def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
 
 def _random_state() -> tuple[Any, ...]:
     words = np.random.get_state(legacy=True)
-    return random.getstate(), words[1].tobytes(), words[2], torch.get_rng_state().numpy().tobytes()  # type: ignore[index]
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    return random.getstate(), words[1].tobytes(), words[2], *(each.numpy().tobytes() for each in of_torch)  # type: ignore[index]

@@ -196,4 +196,5 @@ def remarks(
     elif found.doubt:
         yield "inexact", f"{head}: {found.doubt}. It is reported as not exact."
     elif not found.conclusive:
-        yield "inexact", f"{head}: after {attempts} windows the loss {found}: {found.reason}."
+        words = f"after {attempts} windows it is not sure that the loss {found}: {found.reason}"
+        yield "inexact", f"{head}: {words}. It is reported as not exact."

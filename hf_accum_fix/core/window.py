@@ -42,6 +42,7 @@ class Window:
         value: the logged loss, summed over them, 0-dim.
         gradients: a number that changes with them, after the last micro-batch; None: not checked.
         ended: it was closed.
+        copied: losses of copies or parts of its micro-batches were weighted.
     """
 
     host: Host
@@ -51,6 +52,7 @@ class Window:
     value: Tensor | None = None
     gradients: int | None = None
     ended: bool = False
+    copied: bool = False
 
     def part_of(self, batch: Any) -> Part:
         """The part of a micro-batch."""
@@ -61,10 +63,11 @@ class Window:
         return next(part for part in parts if part.contract is contract)
 
     def items_of(self, batch: Any) -> Counts:
-        """Items of a micro-batch by each rule, 0-dim; a copy of one, perhaps on another device, is counted again."""
+        """Items of a micro-batch by each rule, 0-dim; a copy or a part of one is counted again."""
         for one, items in zip(self.batches, self.counts.each, strict=False):
             if one is batch:
                 return items
+        self.copied = True
         part = self.part_of(batch)
         return count_by_rules(part.contract.rules, [batch], part.device)[0][0]
 
@@ -136,6 +139,9 @@ class Window:
         if skipped := len(self.batches) - self.done:
             host.report_inexact(f"{skipped} of its micro-batches were skipped")
         parts = list(dict.fromkeys(map(self.part_of, self.batches)))
+        for part in parts if self.copied else ():
+            its = zip(self.batches, self.counts.each, strict=True)
+            part.plan([items for batch, items in its if self.part_of(batch) is part])
         times = self._correction(parts)
         if unread := [differs for part in parts if (differs := self._differs(part)) is not None]:
             state.unread = state.unread + torch.stack(unread).any().long()

@@ -231,6 +231,25 @@ def test_a_window_without_a_target_is_zero_and_said(said: Said) -> None:
 # --- wrong use ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_copies_with_other_labels_are_corrected(parts: int) -> None:
+    """Labels that a loop masks on the way, of a micro-batch or of its halves."""
+    head = LOOPED["no-kwargs"]
+    samples = [{**each, "labels": each["labels"].masked_fill(each["labels"] % 3 == 0, -100)} for each in head.samples]
+    reference, model = reference_step(head, cut(samples, 2)), head.build()
+    masked = iter(own_batches(head, samples, 2))
+    for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
+        for _ in window:
+            batch = next(masked)
+            with window.micro_batch(model):
+                for rows in torch.arange(2).chunk(parts):
+                    window.loss(model, {key: value[rows] for key, value in batch.items()}).backward()
+        loss = float(window.mean_loss())
+    change = {name: -each.grad.double() for name, each in model.named_parameters() if each.grad is not None}
+    assert Step(change, loss, 0.0).error(reference) <= head.tolerance
+    assert loss == pytest.approx(reference.loss, rel=1e-6)
+
+
 def test_every_micro_batch_has_to_be_run() -> None:
     model = nn.Linear(1, 1)
     windows = iter(accumulation_windows([{"x": torch.ones(1)}] * 2, steps=2))
