@@ -65,12 +65,9 @@ Batch = Mapping[str, Any]
 
 
 class LoopHost(Host):
-    """A hand-written loop: its ranks and engine, and the model of the open window.
+    """A hand-written loop: its ranks and engine, and the model of the open window."""
 
-    Attributes:
-        model: as it is trained; None: the loss is custom, or this rank has no micro-batch.
-    """
-
+    #: As it is trained; None: the loss is custom, or this rank has no micro-batch.
     model: nn.Module | None = None
     head = "the loss"
 
@@ -87,10 +84,7 @@ class LoopHost(Host):
 
     @property
     def steps(self) -> int:
-        if self._steps is not None:
-            return self._steps
-        assert self.accelerator is not None
-        return int(self.accelerator.gradient_accumulation_steps)
+        return self._steps or int(getattr(self.accelerator, "gradient_accumulation_steps", 1))
 
     @property
     def readable(self) -> bool:
@@ -124,12 +118,12 @@ class LoopHost(Host):
 
     def look(self, batches: Sequence[Batch]) -> None:
         model, given = self.model, self.options.contract
+        if model is None and batches and not self.state.first.is_settled:
+            raise ContractError(
+                "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
+                "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
+            )
         if model is None:
-            if batches and not self.state.first.is_settled:
-                raise ContractError(
-                    "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
-                    "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
-                )
             return
         bare = self.bare(model)
         self.head, wants = type(bare).__name__, wants_number(bare)
@@ -141,17 +135,17 @@ class LoopHost(Host):
             )
 
     def observe(self, batches: Sequence[Batch], number: Any) -> LossContract | None:
-        model = self.model
-        if model is None or not batches:
+        if (model := self.model) is None or not batches:
             return None
-        required = self.passes_number and requires_number(self.bare(model))
+        bare = self.bare(model)
+        required = self.passes_number and requires_number(bare)
         setting = Setting(
             hands_number=required,
             handed="all" if required else "last" if self.passes_number else "none",
             steps=self.steps,
             world_size=self.world_size,
             rounded=products_are_rounded(model) or getattr(self.accelerator, "mixed_precision", "no") != "no",
-            has_z_loss=has_z_loss(self.bare(model)),
+            has_z_loss=has_z_loss(bare),
         )
         with self.loss_run(batches) as loss:
             # Every forward of a sharded model is a collective.
@@ -178,17 +172,15 @@ class LoopHost(Host):
         return self.loss_run(batches)
 
     def settled(self, contract: LossContract, micro_batches: int) -> None:
-        model, first = self.model, self.state.first
-        if model is None:
+        model, first, facts = self.model, self.state.first, {"trainer": "accumulation_windows"}
+        if model is None or not (first.is_settled or first.has_target):
             return
         if first.is_settled:
             reduced = reduced_in(self.accelerator, model) if self.world_size > 1 else []
-            made_by = {"trainer": "accumulation_windows", "stock_gradient_factor": None}
-            self.record(contract, micro_batches, reduced_in=reduced, **made_by)
+            self.record(contract, micro_batches, **facts, reduced_in=reduced, stock_gradient_factor=None)
             logger.info("%s: the loss %s; G=%d, W=%d.", self.head, contract, micro_batches, self.world_size)
-        if first.is_settled or first.has_target:
-            for name, message in remarks(self.head, contract, first.attempts):
-                self.warn_once(name, message)
+        for name, message in remarks(self.head, contract, first.attempts):
+            self.warn_once(name, message)
 
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
         """Loss and outputs of a forward; a model that takes num_items_in_batch gets the number."""
@@ -206,10 +198,7 @@ class AccumulationWindow:
     """
 
     def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
-        """Made by `AccumulationWindows` alone."""
-        self.batches = batches
-        self._host = host
-        self._begun = 0
+        self.batches, self._host, self._begun = batches, host, 0
         self._window: Window | None = None
 
     def __len__(self) -> int:
@@ -334,16 +323,14 @@ class AccumulationWindow:
 
     def _as_its_own(self, batch: Batch) -> Batch:
         """The micro-batch to run; a copy of one without weight, perhaps on another device, has none either."""
-        now = self.batches[self._begun - 1] if self._begun else None
-        is_copy = all(batch is not each for each in self.batches)
-        return ZeroWeightBatch(batch) if is_copy and isinstance(now, ZeroWeightBatch) else batch
+        is_empty = self._begun > 0 and isinstance(self.batches[self._begun - 1], ZeroWeightBatch)
+        return ZeroWeightBatch(batch) if is_empty and all(batch is not each for each in self.batches) else batch
 
 
 class AccumulationWindows:
     """A dataloader's epochs as accumulation windows; made by `accumulation_windows`."""
 
     def __init__(self, dataloader: Iterable[Batch], host: LoopHost) -> None:
-        """Made by `accumulation_windows` alone."""
         self._dataloader, self._host = dataloader, host
         if host.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
             self._dataloader = WithoutDuplicates(dataloader, host.options.drop_duplicates, host.warn_repeated)

@@ -346,7 +346,7 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
     """Weight the loss by one base weight, and every term relative to that by a hook on its node."""
     rest, hooks = loss.detach(), list[RemovableHandle]()
     total, tops = torch.zeros_like(rest), set[Any]()
-    blank: dict[Any, Number] = {}
+    blank, known = dict[Any, Number](), list[tuple[Tensor, Number]]()
     leaves = [term.leaf for term, *_ in weights]
     # A shared node cannot have a hook for one term, so the base is that term's weight.
     base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), part.remaining_divisor)
@@ -355,6 +355,7 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
         if value is None:
             blank[group] = weight
         else:
+            known.append((value, weight))
             rest = rest - value
             total = total + _settled(value / _cast(weight, value), weight == math.inf)
         is_base = isinstance(weight, float) and isinstance(base, float) and weight == base
@@ -366,7 +367,8 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
             hooks.append(top.register_prehook(_scaled(relative)))
     if added := part.contract.added or any(term.path.added for term, *_ in weights):
         # A mean over no items hides what is added to it.
-        rest = rest.nan_to_num(part.contract.constant)
+        hides = [each.isnan() & (weight == math.inf) for each, weight in known]
+        rest = torch.where(torch.stack(hides).any(), part.contract.constant, rest) if hides else rest
     if added or blank:
         # Else the rest of the loss belongs to the terms without a value.
         of_blank = next(iter(blank.values())) if len(blank) == 1 else part.remaining_divisor

@@ -5,7 +5,7 @@ Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, 
 through.
 
     train              refuse setups that cannot be exact, before anything runs            (training, loader)
-    get_batch_samples  count the window; on the first one, observe the loss                (windows, session)
+    get_batch_samples  count the window; on the first one, observe the loss                (training, session)
     training_step      pass accelerate the weighted loss, and return the one to log        (micro_batch)
     compute_loss       inside a micro-batch, the loss before any release's scaling         (micro_batch)
 """
@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_accum_fix.overrides.micro_batch import compute_loss, training_step
-from hf_accum_fix.overrides.training import hand_back, train
-from hf_accum_fix.overrides.windows import get_batch_samples
+from hf_accum_fix.overrides.training import get_batch_samples, hand_back, train
 
 __all__ = ["OVERRIDES", "compute_loss", "get_batch_samples", "hand_back", "train", "training_step"]
 

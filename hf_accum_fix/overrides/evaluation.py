@@ -9,7 +9,6 @@ classifier); here the model gets no number, and returns its own mean.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -28,11 +27,6 @@ from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-logger = logging.getLogger("hf_accum_fix")
-
-_SEVERAL_TASKS = "its batches have several tasks, each with its own loss"
-_WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
-
 
 def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Run the original loop, and replace its loss by the mean over items.
@@ -42,25 +36,19 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
     session = session_of(trainer, options)
     if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
         return wrapped(*args, **kwargs)
-    original_step, state = trainer.prediction_step, session.state
-    sums = torch.zeros(2, dtype=count_dtype(trainer.args.device), device=trainer.args.device)
+    original_step, device = trainer.prediction_step, trainer.args.device
+    sums = torch.zeros(2, dtype=count_dtype(device), device=device)
     refused: list[str] = []
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
-        # Several ranks would have to observe a new task together.
-        if session.contract is None or session.world_size == 1 or state.loss_of(task_of(inputs)) is not None:
-            settle(session, [inputs])
-        contract = session.contract
-        assert contract is not None
-        is_one = state.loss_of(task_of(inputs)) is state.first and len(state.losses) == 1
-        if reason := _why_not(contract) if is_one else _SEVERAL_TASKS:
+        contract, reason = _contract_of(session, inputs)
+        if reason:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
-        rule, own_func = contract.items, session.func is not None
+        rule, own_func, compute_loss = contract.items, session.func is not None, trainer.compute_loss
         assert rule is not None
         # A head without a number returns the mean over its own items.
-        number = {"num_items_in_batch": rule.count(inputs, sums.device)} if own_func else {}
-        compute_loss = trainer.compute_loss
+        number = {"num_items_in_batch": rule.count(inputs, device)} if own_func else {}
 
         def with_number(*args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
             return compute_loss(*args[:3], **kwargs, **number)
@@ -78,40 +66,44 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
         if loss is None:
             refused.append("prediction_step returned no loss")
         elif counted:
-            items = rule.count(counted, sums.device)
+            items = rule.count(counted, device)
             sums.add_(torch.stack([torch.where(items > 0, loss.to(sums) * items, torch.zeros_like(items)), items]))
         return result
 
     with session.inside("evaluation_loop"), overridden(trainer, "prediction_step", prediction_step):
         output = wrapped(*args, **kwargs)
-    total = trainer.accelerator.reduce(sums, reduction="sum") if trainer.args.world_size > 1 else sums
+    total, items = trainer.accelerator.reduce(sums, reduction="sum") if session.world_size > 1 else sums
     # The fifth argument in every release.
     name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
     if refused:
         session.warn_once("eval_loss", f"{name} stays the Trainer's average: {refused[0]}")
-    elif output.metrics is not None and name in output.metrics and bool(total[1] > 0):
-        output.metrics[name] = float(total[0] / total[1])
+    elif output.metrics is not None and name in output.metrics and bool(items > 0):
+        output.metrics[name] = float(total / items)
     return output
 
 
-def _why_not(contract: LossContract) -> str:
-    """Why there is no mean over items; empty where there is one."""
+def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContract, str]:
+    """How the loss of a batch is reduced, and why it has no mean over items; empty: it has."""
+    state, task = session.state, task_of(inputs)
+    # Several ranks would have to observe a new task together.
+    if session.contract is None or session.world_size == 1 or state.loss_of(task) is not None:
+        settle(session, [inputs])
+    contract = session.contract
+    assert contract is not None
+    if state.loss_of(task) is not state.first or len(state.losses) > 1:
+        return contract, "its batches have several tasks, each with its own loss"
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
-        return "the loss has several terms, each a mean over its own items"
-    if contract.reduction in _WEIGHTED:
-        return ""
-    return f"the loss {contract.reduction.words} ({contract.reason})"
+        return contract, "the loss has several terms, each a mean over its own items"
+    has_mean = contract.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
+    return contract, "" if has_mean else f"the loss {contract.reduction.words} ({contract.reason})"
 
 
 def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int | None:
     """Samples of this rank's batch that are not repeated to fill it up; None: all."""
-    state, rows = trainer.accelerator.gradient_state, sample_count(inputs)
-    if trainer.args.world_size == 1 or not state.end_of_dataloader:
+    state, rows, ranks = trainer.accelerator.gradient_state, sample_count(inputs), trainer.args.world_size
+    if ranks == 1 or not state.end_of_dataloader or not 0 < int(state.remainder) < rows * ranks:
         return None
-    remainder = int(state.remainder)
-    if not 0 < remainder < rows * trainer.args.world_size:
-        return None
-    return min(rows, max(0, remainder - trainer.args.process_index * rows))
+    return min(rows, max(0, int(state.remainder) - trainer.args.process_index * rows))
 
 
 def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
@@ -120,10 +112,9 @@ def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict
         return {}
     target = inputs.get(items.keys[0]) if items.keys else None
     if isinstance(target, Tensor) and items.ignore_index is not None and not target.is_floating_point():
-        masked = {}
-        for key in items.keys:
-            masked[key] = inputs[key].clone()
-            masked[key][real:] = items.ignore_index
+        masked = {key: inputs[key].clone() for key in items.keys}
+        for each in masked.values():
+            each[real:] = items.ignore_index
         return {**inputs, **masked}
     rows = sample_count(inputs)
     return {key: value[:real] if has_rows(value) and len(value) == rows else value for key, value in inputs.items()}
@@ -136,14 +127,13 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
     """
     session: Session = vars(trainer)[SESSION]
-    contract = session.contract
+    contract, given, number = session.contract, dict[str, Any](), None
     assert contract is not None
-    custom = session.custom_loss if model.training else compute_loss_of(trainer)
-    rule, inputs = contract.items, session.prepared(inputs, custom)
-    given: dict[str, Any] = {} if custom is None else {"return_outputs": True}
-    number: Tensor | None = None
+    custom, rule = session.custom_loss if model.training else compute_loss_of(trainer), contract.items
+    if custom is not None:
+        given["return_outputs"] = True
     if rule is not None and (session.func is not None if custom is None else contract.by_number):
-        number = contract.as_number(rule.count(inputs))
+        number = contract.as_number(rule.count(inputs, session.device))
         if custom is not None and hands_number(custom):
             # It may need one; if it multiplies by W, the number is W times this count.
             given["num_items_in_batch"] = number * (session.data_ranks if contract.takes_world_size else 1)
@@ -151,5 +141,5 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     with torch.enable_grad() if by_sample else nullcontext(), trainer.accelerator.autocast():
         loss, outputs = session.loss_in_training(custom, model, inputs, number, **given)
         if rule is not None and by_sample:
-            loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
+            loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs, session.device)
     return loss if torch.is_grad_enabled() or not by_sample else loss.detach(), outputs

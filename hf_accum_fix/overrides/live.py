@@ -16,6 +16,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: The modules of the base Trainer, with and without the patch.
 _OURS = ("hf_accum_fix.trainer", Trainer.__module__)
+_MICRO_BATCH = "hf_accum_fix.overrides.micro_batch"
 
 
 def data_ranks(trainer: TrainerLike) -> int:
@@ -64,9 +65,12 @@ def declares_scale(trainer: TrainerLike) -> bool:
 
 
 def is_custom(trainer: TrainerLike, *methods: str) -> bool:
-    """Whether one of these methods is not the base's."""
+    """Whether one of these methods is not the base's; that of a running micro-batch does not count."""
+    held = [vars(trainer)[name] for name in methods if name in vars(trainer)]
     defining = (next((cls for cls in type(trainer).__mro__ if name in vars(cls)), Trainer) for name in methods)
-    return any(name in vars(trainer) for name in methods) or any(cls.__module__ not in _OURS for cls in defining)
+    return any(getattr(each, "__module__", "") != _MICRO_BATCH for each in held) or any(
+        cls.__module__ not in _OURS for cls in defining
+    )
 
 
 def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:

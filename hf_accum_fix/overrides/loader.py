@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -20,7 +19,6 @@ from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.options import BalanceOptions
 from hf_accum_fix.overrides.live import release_counts_windows
 from hf_accum_fix.overrides.session import Original, Session
-from hf_accum_fix.overrides.windows import open_in
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -34,7 +32,6 @@ _WRAPPED = (WholeWindows, WithoutDuplicates, BalancedStream)
 
 def get_train_dataloader(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over."""
-    trainer, options, counts_windows = session.trainer, session.options, release_counts_windows()
     with _not_dispatching(session):
         loader = original(*args, **kwargs)
     if isinstance(loader, _WRAPPED):
@@ -42,15 +39,14 @@ def get_train_dataloader(session: Session, original: Original, *args: Any, **kwa
     _let_epochs_through(loader)
     loader = _balanced(session, loader)
     # A loader that accelerate did not prepare repeats nothing.
-    if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
-        loader = WithoutDuplicates(loader, options.drop_duplicates, session.warn_repeated)
+    if session.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
+        loader = WithoutDuplicates(loader, session.options.drop_duplicates, session.warn_repeated)
         loader.check()
-    loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
-    if not (loses_the_rest or _is_endless(loader)):
-        return loader
-    # A release that fetches no windows counts each before its first micro-batch is run.
-    opened = None if counts_windows else partial(open_in, session)
-    return WholeWindows(loader, trainer.args.gradient_accumulation_steps, opened)
+    if not release_counts_windows():
+        # It fetches no windows: each is counted before its first micro-batch is run.
+        return WholeWindows(loader, session.steps, session.open)
+    loses_the_rest = _is_endless(loader) or is_present("epoch-tail-not-trained", transformers.__version__)
+    return WholeWindows(loader, session.steps) if loses_the_rest else loader
 
 
 def skip_first_batches(session: Session, original: Original, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +70,8 @@ def _let_epochs_through(loader: Any) -> None:
 def _balanced(session: Session, loader: Any) -> Any:
     """The loader with length-balanced windows, if requested."""
     trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
-    if not isinstance(balance, BalanceOptions):
+    dealer = vars(trainer).get(DEALER, _ABSENT)
+    if not isinstance(balance, BalanceOptions) or dealer is None:
         return loader
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
         session.warn_once(
@@ -90,14 +87,11 @@ def _balanced(session: Session, loader: Any) -> Any:
             "DataLoader; its windows are not balanced",
         )
         return loader
-    dealer = vars(trainer).get(DEALER, _ABSENT)
-    if dealer is None:
-        return loader
     if dealer is _ABSENT or dealer.options != balance:
         dealer = vars(trainer)[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
     return dealer.around(
         loader,
-        args.gradient_accumulation_steps,
+        session.steps,
         lockstep=waits_every_micro_batch(trainer.accelerator),
         length_column=getattr(args, "length_column_name", None) or "length",
         columns=trainer.train_dataset,
@@ -108,11 +102,8 @@ def log_padding_saved(trainer: TrainerLike) -> None:
     """Log the padded tokens that length-balancing saved, at the end of a training."""
     dealer = vars(trainer).get(DEALER)
     if dealer is not None and dealer.real and trainer.args.process_index == 0:
-        logger.info(
-            "balance_windows: %.3f padded tokens for a real one; without balancing %.3f",
-            dealer.dealt / dealer.real,
-            dealer.as_they_come / dealer.real,
-        )
+        dealt, stock = dealer.dealt / dealer.real, dealer.as_they_come / dealer.real
+        logger.info("balance_windows: %.3f padded tokens for a real one; without balancing %.3f", dealt, stock)
 
 
 def _not_dispatching(session: Session) -> AbstractContextManager[None]:

@@ -15,9 +15,10 @@ A custom ``training_step`` that never calls the base's may change the loss after
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,28 +26,32 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
-from hf_accum_fix.accumulation.values import Captured, capture
+from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, reduced_in, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.announce import announce, factor_over
 from hf_accum_fix.overrides.live import averages_tokens, counts_itself, gradient_versions, is_custom, scales_itself
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
+logger = logging.getLogger("hf_accum_fix")
+
 #: Cached at import: the look-up costs more than a micro-batch.
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
+#: Stock passes no count to heads that would divide by it, so they return their own mean.
+_NUMBER_DROPPED = is_present("item-count-dropped-again", transformers.__version__)
 #: Methods between a micro-batch and the base's loss.
 _BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
 
@@ -75,13 +80,13 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
     if isinstance(inputs, PlaceholderBatch):
         return torch.zeros((), device=session.device)
     micro_batch = MicroBatch(session, window, inputs)
-    with micro_batch.running(kwargs["model"] if "model" in kwargs else args[0]):
+    with micro_batch.running():
         result = wrapped(*args, **kwargs)
     loss = micro_batch.end()
-    loss = result if loss is None else loss
-    if session.loss_log is not None:
-        session.loss_log.add(loss)
-    return loss
+    if session.unfiltered:
+        # Not earlier: whoever reads the arguments as training begins has to see the user's.
+        trainer.args.logging_nan_inf_filter = False
+    return result if loss is None else loss
 
 
 def compute_loss(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
@@ -97,17 +102,12 @@ def compute_loss(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kw
 
 
 def _base_loss(
-    session: Session,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    return_outputs: bool = False,
-    num_items_in_batch: Any = None,
+    session: Session, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
     """``Trainer.compute_loss``, as its caller expects it."""
     assert session.base_loss is not None
     loss, outputs = session.base_loss(model, inputs, num_items_in_batch)
-    owns_labels = session.func is not None or session.trainer.label_smoother is not None
-    if owns_labels and isinstance(inputs, MutableMapping):
+    if session.owns_labels and isinstance(inputs, MutableMapping):
         # Stock removes them from the caller's batch.
         inputs.pop("labels", None)
     if return_outputs and isinstance(outputs, MutableMapping) and outputs.get("loss", loss) is not loss:
@@ -121,8 +121,6 @@ class MicroBatch:
     """One forward and backward, while its step runs: the loss it computes, and the one that accelerate gets.
 
     Attributes:
-        session: of the trainer.
-        window: that contains it.
         batch: as fetched.
         is_own: the step got it, not another object.
         inputs: of its forward, as a ``compute_loss`` got them.
@@ -145,18 +143,12 @@ class MicroBatch:
         self.value: Tensor | None = None
         self._node: Any = None
         self._inside = False
-        self._captured: Captured | None = None
-        trainer = session.trainer
+        trainer, self._engine = session.trainer, session.trainer.accelerator
+        self._model = trainer.model_wrapped
         # At gradients, in the first windows of trainers that override a step; engines that shard, and sums, swap them.
         stay = not session.shards and session.options.accumulate_in == "parameter"
         self._looks = stay and session.state.opened <= ATTEMPTS and is_custom(trainer, *_BETWEEN)
-        self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
-        self._overrides = (
-            overridden(session, "base_loss", self.base_loss),
-            overridden(session, "outside_micro_batch", self.outside),
-            overridden(trainer, "compute_loss", self.compute_loss),
-            overridden(trainer.accelerator, "backward", self.backward),
-        )
+        self._compute_loss, self._backward = trainer.compute_loss, self._engine.backward
 
     @property
     def part(self) -> Part:
@@ -169,48 +161,38 @@ class MicroBatch:
         return self.window.done + 1 == len(self.window.batches)
 
     @contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Around the trainer's step."""
         session, window = self.session, self.window
         if self._looks and window.gradients is None:
-            window.gradients = gradient_versions(session.trainer.model_wrapped)
-        with ExitStack() as stack:
-            if session.own_step is not None:
-                self._captured = stack.enter_context(self._capture())
-            for each in self._overrides:
-                stack.enter_context(each)
-            stack.enter_context(self._reduced_in_the_last(model))
-            stack.enter_context(session.adding(model, len(window.batches), window.done + 1))
+            window.gradients = gradient_versions(self._model)
+        with (
+            capture(self.part.contract, session.bare()) as self._captured,
+            overridden(session, "base_loss", self.base_loss),
+            overridden(session, "outside_micro_batch", lambda: overridden(self, "_inside", True)),
+            overridden(session.trainer, "compute_loss", self.compute_loss),
+            overridden(self._engine, "backward", self.backward),
+            self._reduced_in_the_last(),
+            session.adding(self._model, len(window.batches), window.done + 1),
+        ):
             yield
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Around forwards in its midst that do not belong to it."""
-        for each in self._overrides:
-            each.__exit__()
-        try:
-            yield
-        finally:
-            for each in self._overrides:
-                each.__enter__()
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's ``compute_loss``, whose result is weighted."""
+        session = self.session
         if self._inside:
-            return self._compute_loss(*args, **kwargs)
-        session, given = self.session, kwargs["inputs"] if "inputs" in kwargs else args[1]
+            return self._compute_loss(model, inputs, *args, **kwargs)
         # A copy, since a ``compute_loss`` may remove the labels.
-        self.inputs = dict(given) if isinstance(given, Mapping) else {}
-        captures = self._capture() if session.own_step is None else nullcontext()
+        self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         with self._refusing():
-            with overridden(self, "_inside", True), session.router.micro_batch(self.window.done), captures as captured:
-                result = self._compute_loss(*args, **kwargs)
-            if self._looks and self.window.gradients != gradient_versions(session.trainer.model_wrapped):
+            with overridden(self, "_inside", True), session.router.micro_batch(self.window.done):
+                result = self._compute_loss(model, inputs, *args, **kwargs)
+            if self._looks and self.window.gradients != gradient_versions(self._model):
                 session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
-            if captured is not None:
+            if session.own_step is None:
                 # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
                 # on the model's output that divide once more.
-                self._weigh(result[0] if isinstance(result, tuple) else result, captured)
+                self._weigh(result[0] if isinstance(result, tuple) else result)
         return result
 
     def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
@@ -233,8 +215,7 @@ class MicroBatch:
         if contract.keeps_scale or (part.is_whole and counts_itself(trainer)):
             passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
-        takes = session.passes_number or session.func is not None
-        if contract.keeps_scale and passed is not None and takes and averages_tokens(trainer):
+        if contract.keeps_scale and passed is not None and session.takes_number and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
         if loss.requires_grad or contract.items is None:
@@ -243,21 +224,19 @@ class MicroBatch:
         self.zero_weight = True
         return session.unscaled_loss(model, contract.items.with_target(inputs), passed)
 
-    def _weigh(self, loss: Tensor, captured: Captured) -> None:
+    def _weigh(self, loss: Tensor) -> None:
         """Weight a loss of this micro-batch."""
-        session, window, part = self.session, self.window, self.part
-        contract, steps = part.contract, len(window.batches)
+        session, window, contract, steps = self.session, self.window, self.part.contract, len(self.window.batches)
         self._node = loss.grad_fn
         if contract.terms:
             inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
-            self.weighed = window.weigh(loss, self.batch, captured, inputs)
+            self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
         else:
             if session.own_step is not None:
                 divided = _divides_by(loss, {steps, session.steps})
             else:
                 divided = contract.custom and scales_itself(session.trainer)
-            if contract.by_divisor:
-                loss = self._as_the_first(loss)
+            loss = self._as_the_first(loss) if contract.by_divisor else loss
             loss = loss * 0.0 if self.zero_weight and contract.custom else loss
             self.weighed = window.average(loss, steps if divided else 1)
         self.losses += 1
@@ -268,8 +247,7 @@ class MicroBatch:
         On several ranks relative to the mean of their first. At its end the window is corrected by the sums of both, as
         for every loss that no rule counts.
         """
-        session, part = self.session, self.part
-        terms = read(loss)
+        session, part, terms = self.session, self.part, read(loss)
         divisor: Tensor | float | None = None
         if len(terms) == 1 and terms[0].readable:
             divides = (each.value for each in terms[0].factors if each.divides and not each.learnt)
@@ -294,33 +272,85 @@ class MicroBatch:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """``accelerator.backward`` with the weighted loss instead of the trainer's."""
-        session, accelerator = self.session, self.session.trainer.accelerator
         if self._inside or self.value is not None:
-            session.not_exact("second backward", "calls accelerator.backward more than once in a micro-batch")
+            self.session.not_exact("second backward", "calls accelerator.backward more than once in a micro-batch")
         if self._inside:
             return self._backward(loss, **kwargs)
         with self._refusing():
-            if self._captured is not None:
-                self._weigh(loss, self._captured)
+            if self.session.own_step is not None:
+                self._weigh(loss)
             if self.weighed is not None:
                 loss = self._scaled(self.weighed, loss)
                 # The engine may divide by another number than in other micro-batches.
-                divided = engine_divisor(accelerator, **kwargs) / self.part.engine_divisor
+                divided = engine_divisor(self._engine, **kwargs) / self.part.engine_divisor
                 loss = loss if divided == 1 else loss * divided
-            set_last_micro_batch(accelerator, self.is_last)
+            set_last_micro_batch(self._engine, self.is_last)
             return self._backward(loss, **kwargs)
 
     def _scaled(self, weighed: Weighed, passed: Tensor) -> Tensor:
         """The loss for the engine, whose value is logged; ``passed``: the step's."""
-        session, window, steps = self.session, self.window, len(self.window.batches)
-        is_news, keeps_scale = window.done == 0 and not session.state.recorded, weighed.keeps_scale
-        factor = factor_over(passed, self._node) if is_news or keeps_scale else 1.0
+        window, steps, keeps_scale = self.window, len(self.window.batches), weighed.keeps_scale
+        is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
+        if is_news or keeps_scale:
+            # On the loss since ``compute_loss`` returned it.
+            own = (term for term in read(passed, (self._node,)) if term.leaf is self._node)
+            for each in (factor for term in own for factor in term.factors):
+                factor = factor / float(each.value) if each.divides else factor * float(each.value)
         if is_news:
-            announce(session, window, self.part, factor * steps)
+            self._announce(factor * steps)
         # Some terms may keep the stock Trainer's scale, and its engine's division.
         stock = factor / self.part.engine_divisor
         loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
+
+    def _announce(self, stock_scale: float) -> None:
+        """Log and record, once per run, how its loss is reduced, and at what scale the stock Trainer would train it.
+
+        ``stock_scale``: G times the installed Trainer's factor on the loss that it passes to accelerate.
+        """
+        session, contract, world_size = self.session, self.part.contract, self.part.world_size
+        factor, router_factor = self._stock_factors(stock_scale)
+        session.record(
+            contract,
+            len(self.window.batches),
+            trainer=type(session.trainer).__name__,
+            router_loss=session.router.in_force.value,
+            reduced_in=reduced_in(self._engine, self._model) if world_size > 1 else [],
+            stock_gradient_factor=factor,
+            stock_router_factor=router_factor,
+        )
+        words = f", {session.router.in_force}" if contract.has_router_loss else ""
+        words += f"; G={len(self.window.batches)}, W={world_size}."
+        if factor is not None:
+            words += f" The stock Trainer would train at about {factor:.3g}x this gradient."
+            if abs(factor - 1) > 0.02:
+                words += " Learning rate and clipping were tuned at that scale."
+        if router_factor is not None:
+            words += f" The stock Trainer would train its router loss at about {router_factor:.3g}x."
+        if session.rank == 0:
+            logger.info("%s: the loss %s%s", session.head, contract, words)
+
+    def _stock_factors(self, scale: float) -> tuple[float | None, float | None]:
+        """The installed Trainer's approximate factors on the exact gradient, and on the router loss; None: unknown.
+
+        Its own division is read from the loss that it passes on, accelerate's from the live object, its count from what
+        it returned; the multiplication by W follows the condition that all releases share.
+        """
+        session, contract, counts = self.session, self.part.contract, self.window.counts
+        if contract.custom or session.trainer.label_smoother is not None:
+            return None, None
+        undivided, number = scale / self._engine.gradient_accumulation_steps, counts.number
+        averaged = averages_tokens(session.trainer) and session.takes_number
+        of_means = undivided * (self.part.world_size if averaged and number is not None else 1)
+        if contract.has_router_loss and contract.by_number:
+            # Two terms with different factors.
+            return None, of_means
+        by_number = contract.reduction is Reduction.NUMBER and not _NUMBER_DROPPED
+        if by_number and number is not None and float(number):
+            # Unless upstream averages, a rank divides by its own count, about 1/W of the total.
+            return undivided / len(self.window.batches) * float(counts.total) / float(number), None
+        is_mean = contract.reduction in (Reduction.MEAN, Reduction.NUMBER) and not by_number
+        return of_means if is_mean else None, None
 
     def end(self) -> Tensor | None:
         """End it after its step, and with the last one the window.
@@ -332,11 +362,10 @@ class MicroBatch:
             SeamError: if a loss was computed that never reached ``accelerator.backward``.
         """
         session, window, loss = self.session, self.window, self.value
-        name, model = type(session.trainer).__name__, session.trainer.model_wrapped
         if loss is None and self.weighed is not None:
             raise SeamError(
-                f"got a step of {name} that did not pass its loss to accelerator.backward; expected that, since "
-                "otherwise the gradient is not corrected; use accelerator.backward, or revert()"
+                f"got a step of {type(session.trainer).__name__} that did not pass its loss to accelerator.backward; "
+                "expected that, since otherwise the gradient is not corrected; use accelerator.backward, or revert()"
             )
         if loss is not None:
             window.add(loss)
@@ -344,16 +373,13 @@ class MicroBatch:
             session.not_exact("no loss", "passed no loss of a micro-batch to accelerator.backward")
         window.done += 1
         if window.done < len(window.batches):
-            window.gradients = gradient_versions(model) if self._looks else None
+            window.gradients = gradient_versions(self._model) if self._looks else None
         elif window.done == len(window.batches):
-            summed, times = window.value, window.close(model)
+            summed, times = window.value, window.close(self._model)
             if times is not None and loss is not None and summed is not None:
                 # The last micro-batch corrects the window's logged loss.
                 loss = loss + (times - 1) * summed
         return loss
-
-    def _capture(self) -> AbstractContextManager[Captured]:
-        return capture(self.part.contract, self.session.bare())
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -364,17 +390,17 @@ class MicroBatch:
             self.session.refused = error
             raise
 
-    def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
+    def _reduced_in_the_last(self) -> AbstractContextManager[None]:
         """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""
         if not _LAST_NOT_REDUCED or self.session.world_size == 1:
             return nullcontext()
-        if not isinstance(model, DistributedDataParallel):
+        if not isinstance(self._model, DistributedDataParallel):
             raise UnsupportedSetupError(
                 f"got transformers {transformers.__version__}, which does not reduce the last micro-batch's gradients, "
-                f"under {type(model).__name__}; expected DistributedDataParallel, where it can be corrected; install "
-                "4.46.3"
+                f"under {type(self._model).__name__}; expected DistributedDataParallel, where it can be corrected; "
+                "install 4.46.3"
             )
-        return overridden(model, "require_backward_grad_sync", self.is_last)
+        return overridden(self._model, "require_backward_grad_sync", self.is_last)
 
 
 def _divides_by(loss: Tensor, steps: set[int]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -25,14 +25,14 @@ from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.window import Window
+from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.balancing import unfit
+from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import AccumFixError, ContractError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import live
-from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
@@ -41,6 +41,8 @@ logger = logging.getLogger("hf_accum_fix")
 
 #: The trainer's attribute for its session.
 SESSION = "_hf_accum_fix_session"
+#: The marker in a trainer's state, and so in its checkpoints.
+MARKER = "hf_accum_fix"
 #: A method as it was, and the arguments of a call of it.
 Original: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
@@ -56,9 +58,9 @@ class Session(Host):
     """One training of a Trainer: its ranks and engine, its loss, and its state between windows.
 
     Attributes:
-        trainer: the one that trains.
         window: the open one; None: there is none.
         base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
+        func: the trainer's ``compute_loss_func``; None: it has none.
         own_step: see `live.own_step`; None: the base's step runs micro-batches.
         computed_by: what computed the loss when it was observed.
         shift: labels are shifted as they are smoothed; None: unknown.
@@ -68,21 +70,24 @@ class Session(Host):
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
         busy: running overrides, so that a nested call passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
-        loss_log: the logged loss; None: upstream filters nothing.
+        unfiltered: losses that are not finite are logged, which upstream's filter would replace.
+        logged: the loss was logged in this step.
     """
 
     accelerator: AcceleratorLike
     window: Window | None = None
     base_loss: BaseLoss | None = None
+    func: Callable[..., Any] | None = None
     computed_by: tuple[Any, ...] = ()
     shift: bool | None = None
     first_divisor: Tensor | None = None
-    requires_number: bool = False
-    kept_back: int = 0
+    requires_number = False
+    kept_back = 0
     uncounted: list[Any] | None = None
     busy: frozenset[str] = frozenset()
     refused: AccumFixError | None = None
-    loss_log: LossLog | None = None
+    unfiltered = False
+    logged = False
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         super().__init__(options)
@@ -113,9 +118,14 @@ class Session(Host):
         return declared.inside_ddp(self.trainer.model_wrapped) or self.trainer.model_wrapped
 
     @property
-    def func(self) -> Callable[..., Any] | None:
-        """The trainer's ``compute_loss_func``; None: it has none."""
-        return getattr(self.trainer, "compute_loss_func", None)
+    def owns_labels(self) -> bool:
+        """Whether the trainer computes the loss from the labels, which the model does not get."""
+        return self.func is not None or self.trainer.label_smoother is not None
+
+    @property
+    def takes_number(self) -> bool:
+        """Whether the model or the compute_loss_func gets num_items_in_batch."""
+        return self.passes_number or self.func is not None
 
     @property
     def custom_loss(self) -> Callable[..., Any] | None:
@@ -146,17 +156,36 @@ class Session(Host):
         """Let a nested call of the same override pass through."""
         return overridden(self, "busy", self.busy | {what})
 
+    def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
+        """Count the window that is about to run, or raise the ``error`` of fetching it."""
+        batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
+        self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
+        self.state.opened += bool(batches)
+        self.window = window = open_window(self, batches, number, error)
+        if len(batches) > self.steps:
+            self.warn_inexact(
+                "more micro-batches",
+                f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
+                f"{self.steps}, after which the Trainer steps; the step is reported as not exact",
+            )
+        if self.options.balance_windows and self.router_loss_depends_on_split:
+            self.warn_once(
+                "router loss of length-balanced windows",
+                f"balance_windows: the router loss of {self.head} depends on the split, and is further from the global "
+                "batch's when each micro-batch has samples of one length; use router_loss='exact'",
+            )
+        return window
+
     # --- its loss, run outside of a micro-batch ----------------------------------------------------------------------
 
-    def unscaled_loss(self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
+    def unscaled_loss(self, model: nn.Module, given: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         """The base Trainer's loss, before any release's scaling.
 
         Source: ``Trainer.compute_loss`` in all releases: a model that accepts the number gets it, ``compute_loss_func``
         computes its own loss, and the label smoother hides the labels from the model.
         """
-        trainer, func, given, inputs, labels = self.trainer, self.func, inputs, dict(inputs), None
-        smoother = trainer.label_smoother
-        if func is not None or smoother is not None:
+        trainer, func, inputs, labels = self.trainer, self.func, dict(given), None
+        if self.owns_labels:
             labels = inputs.pop("labels", None)
         if self.passes_number and number is not None:
             inputs["num_items_in_batch"] = number
@@ -166,98 +195,71 @@ class Session(Host):
                 vars(trainer)["_past"] = outputs[past]
             if func is not None:
                 return func(outputs, labels, num_items_in_batch=number), outputs
-        if smoother is None or labels is None:
+        if trainer.label_smoother is None or labels is None:
             return loss_among(outputs, inputs, model), outputs
-        loss: Tensor = smoother(outputs, labels, shift_labels=bool(self.shift))
+        loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=bool(self.shift))
         # The smoothed loss uses the logits alone.
         for name, coefficient in zip(("aux_loss", "z_loss"), declared.router_coefficients(self.bare()), strict=True):
             if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
 
-    def loss_of_step(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> tuple[Tensor, Any]:
+    def loss_of_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Tensor:
         """What `own_step` passes to ``accelerator.backward``, as a ``compute_loss``; nothing is run backward."""
-        trainer, step, original = self.trainer, self.own_step, self.trainer.compute_loss
+        step, passed = self.own_step, list[Tensor]()
         assert step is not None
-        passed: list[Tensor] = []
-        outputs: Any = None
-
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            nonlocal outputs
-            result = original(*args, **kwargs)
-            outputs = result[1] if isinstance(result, tuple) else outputs
-            return result
-
         given = {"num_items_in_batch": num_items_in_batch} if declared.has_parameter(step, "num_items_in_batch") else {}
-        with (
-            overridden(trainer, "compute_loss", compute_loss),
-            overridden(trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)),
-        ):
+        with overridden(self.trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)):
             step(model, inputs, **given)
         if not passed:
-            raise RuntimeError(f"{type(trainer).__name__}.training_step passed no loss to accelerator.backward")
-        return passed[0], outputs
-
-    def prepared(self, inputs: Any, compute_loss: Callable[..., Any] | None) -> Any:
-        """The inputs as a loss gets them in training; a custom step prepares them itself."""
-        return inputs if compute_loss == self.loss_of_step else self.trainer._prepare_inputs(inputs)
+            raise RuntimeError(f"{type(self.trainer).__name__}.training_step passed no loss to accelerator.backward")
+        return passed[0]
 
     def loss_in_training(
-        self,
-        compute_loss: Callable[..., Any] | None,
-        model: nn.Module,
-        inputs: Any,
-        number: Tensor | None,
-        **given: Any,
+        self, custom: Callable[..., Any] | None, model: nn.Module, inputs: Any, number: Tensor | None, **given: Any
     ) -> tuple[Tensor, Any]:
-        """The loss of prepared inputs as in training, and outputs if they are returned.
+        """The loss of fetched inputs as in training, and outputs if they are returned.
 
-        ``compute_loss``: a custom one, which gets what is ``given``; None: the base's, which gets the ``number``, as
-        where a custom one calls it.
+        The base's loss gets the ``number``, a ``custom`` one what is ``given``, and the number if training passes one.
         """
 
         def base(model: nn.Module, inputs: Mapping[str, Any], passed: Any) -> tuple[Tensor, Any]:
             # Without a number a model returns its own mean.
-            if self.requires_number:
+            if custom is None or self.requires_number:
                 return self.unscaled_loss(model, inputs, number)
             self.kept_back += passed is not None and self.passes_number
             return self.unscaled_loss(model, inputs, None)
 
-        self.kept_back, by_step = 0, compute_loss == self.loss_of_step
-        with nullcontext() if by_step else self.trainer.compute_loss_context_manager():
-            if compute_loss is None:
-                return self.unscaled_loss(model, inputs, number)
-            with overridden(self, "base_loss", base):
-                result = compute_loss(model, inputs, **given)
+        self.kept_back = 0
+        with ExitStack() as stack:
+            # A custom step does this itself.
+            if custom != self.loss_of_step:
+                inputs = self.trainer._prepare_inputs(inputs)
+                stack.enter_context(self.trainer.compute_loss_context_manager())
+            if custom is None:
+                return base(model, inputs, number)
+            stack.enter_context(overridden(self, "base_loss", base))
+            if live.hands_number(custom):
+                given = {"num_items_in_batch": number, **given}
+            result = custom(model, inputs, **given)
         return result if isinstance(result, tuple) else (result, None)
 
     @contextmanager
     def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
-        trainer = self.trainer
-        leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
-        model, head, more_steps = self.model, self.bare(), self._more_steps
-
-        def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
-            custom, given = self.custom_loss, {}
-            if custom is not None and live.hands_number(custom):
-                given["num_items_in_batch"] = number
-            return self.loss_in_training(custom, model, self.prepared(inputs, custom), number, **given)[0]
-
+        trainer, model = self.trainer, self.model
         # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
         with (
             overridden(trainer, "log", lambda *_, **__: None),
             overridden(trainer, "current_gradient_accumulation_steps", len(batches)),
         ):
             yield LossRun(
-                forward,
+                lambda inputs, number: self.loss_in_training(self.custom_loss, model, inputs, number)[0],
                 model,
                 self.device,
-                head,
+                self.bare(),
                 others=(trainer,),
-                leave=leave,
-                more_steps=more_steps,
+                leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
+                more_steps=self._more_steps,
                 kept_back=lambda: self.kept_back,
                 hand_on=lambda: setattr(self, "requires_number", True),
             )
@@ -278,13 +280,12 @@ class Session(Host):
     @contextmanager
     def _more_steps(self, ranks: int) -> Iterator[None]:
         """Double the steps in the arguments, triple the trainer's window, and multiply the ranks."""
-        trainer, processes = self.trainer, ranks * PartialState().num_processes
-        steps, size = trainer.args.gradient_accumulation_steps, trainer.args.per_device_train_batch_size
-        window = getattr(trainer, "current_gradient_accumulation_steps", steps)
+        trainer, args, processes = self.trainer, self.trainer.args, ranks * PartialState().num_processes
+        window = getattr(trainer, "current_gradient_accumulation_steps", self.steps)
         with (
-            overridden(trainer.args, "gradient_accumulation_steps", 2 * steps),
+            overridden(args, "gradient_accumulation_steps", 2 * self.steps),
             overridden(trainer, "current_gradient_accumulation_steps", 3 * window),
-            overridden(trainer.args, "per_device_train_batch_size", BATCH_SIZE * size),
+            overridden(args, "per_device_train_batch_size", BATCH_SIZE * args.per_device_train_batch_size),
             overridden(trainer, "_train_batch_size", BATCH_SIZE * trainer._train_batch_size),
             overridden(PartialState(), "num_processes", processes),
             overridden(trainer.accelerator.state, "num_processes", processes),
@@ -296,22 +297,23 @@ class Session(Host):
     def look(self, batches: Sequence[Any]) -> None:
         trainer, state, given = self.trainer, self.state, self.options.contract
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+        self.func = getattr(trainer, "compute_loss_func", None)
         computed_by = (accepts, self.func, trainer.label_smoother)
         if self.computed_by == computed_by:
             return
-        state.first.contract, state.first.attempts, self.computed_by = None, 0, computed_by
+        self.computed_by, state.first.contract, state.first.attempts = computed_by, None, 0
+        state.corrects, self.router.form = False, None
         self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
         required = self.passes_number and declared.requires_number(trainer.model_wrapped)
         self.requires_number = required or self.func is not None
-        state.corrects, self.router.form = False, None
-        if given is not None and given.by_number and not self.passes_number and self.func is None:
+        if given is not None and not given.by_number:
+            # A head that would divide by the number returns its own mean without it.
+            self.passes_number = False
+        elif given is not None and not self.passes_number and self.func is None:
             raise ContractError(
                 f"got a contract by which the loss {given.reduction.words}, but {self.head} gets no "
                 "num_items_in_batch; expected Reduction.MEAN, or set model_accepts_loss_kwargs = True"
             )
-        if given is not None and not given.by_number:
-            # A head that would divide by the number returns its own mean without it.
-            self.passes_number = False
 
     def settled(self, contract: LossContract, micro_batches: int) -> None:
         trainer, first = self.trainer, self.state.first
@@ -322,10 +324,9 @@ class Session(Host):
                 f"balance_windows: got {self.head}: {reason}; length-balancing would change its loss; expected a mean "
                 "over items or a sum; omit balance_windows"
             )
-        if contract.reason == MADE_LATER and live.declares_scale(trainer):
-            # The trainer handles windows itself, and each is checked.
-            return
-        if contract.reason == NO_TARGET_SEEN and not first.is_settled:
+        # A trainer that handles windows itself is checked in each.
+        handled = contract.reason == MADE_LATER and live.declares_scale(trainer)
+        if handled or (contract.reason == NO_TARGET_SEEN and not first.is_settled):
             return
         # Even a global batch of one micro-batch may have a wrong number or shift.
         unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
@@ -373,18 +374,18 @@ class Session(Host):
 
     def _setting(self, number: Any) -> Setting:
         """Facts about the training that are known beforehand."""
-        trainer, compute_loss, passes = self.trainer, self.custom_loss, self.passes_number
+        trainer, compute_loss, func = self.trainer, self.custom_loss, self.func
         # Where nothing is counted, training passes None.
         counts = number is not None or live.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
         handed = compute_loss is not None and live.hands_number(compute_loss) and counts
-        shows = "last" if passes and compute_loss is None else "none"
+        shows = "last" if self.passes_number and compute_loss is None else "none"
         return Setting(
             handed="all" if handed or self.requires_number else shows,
             hands_number=self.requires_number,
             custom=compute_loss is not None,
-            func=self.func is not None,
+            func=func is not None,
             multiplies=live.averages_tokens(trainer),
-            has_z_loss=compute_loss is None and self.func is None and declared.has_z_loss(self.bare()),
+            has_z_loss=compute_loss is None and func is None and declared.has_z_loss(self.bare()),
             has_stock=True,
             steps=self.steps,
             world_size=self.data_ranks,
@@ -397,7 +398,6 @@ class Session(Host):
         trainer, model = self.trainer, self.model
         if trainer.label_smoother is None or self.func is not None:
             return
-        self.shift = None
         if all(getattr(batch.get("labels"), "ndim", 2) < 2 for batch in batches):
             self.shift = False
             return
@@ -406,6 +406,7 @@ class Session(Host):
             with trainer.compute_loss_context_manager():
                 return loss_among(model(**trainer._prepare_inputs(inputs)), inputs, model)
 
+        self.shift = None
         self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))
 
 
@@ -417,18 +418,9 @@ def settled_contract(trainer: TrainerLike, window: list[Any], options: Options) 
     return session.contract
 
 
-def session_of(trainer: TrainerLike, options: Options) -> Session:
-    """The session of a trainer, made at its first use."""
-    return known_session(trainer) or new_session(trainer, options)
-
-
-def known_session(trainer: TrainerLike) -> Session | None:
-    """The session of a trainer; None: it has none, or one copied from another trainer."""
-    session: Session | None = trainer.__dict__.get(SESSION)
-    return session if session is not None and session.trainer is trainer else None
-
-
-def new_session(trainer: TrainerLike, options: Options) -> Session:
-    """Replace the session of a trainer."""
-    session = trainer.__dict__[SESSION] = Session(trainer, options)
+def session_of(trainer: TrainerLike, options: Options, *, new: bool = False) -> Session:
+    """The session of a trainer, made at its first use, or ``new``; not one copied from another trainer."""
+    session: Session | None = vars(trainer).get(SESSION)
+    if new or session is None or session.trainer is not trainer:
+        session = vars(trainer)[SESSION] = Session(trainer, options)
     return session

@@ -1,58 +1,58 @@
-"""``train``: refuse unsupported setups before anything runs, and start a new session."""
+"""``train``, ``get_batch_samples``, and all that one training replaces: refused setups, windows, log, checkpoint."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.core.window import Window
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import is_custom, parallel_size
+from hf_accum_fix.overrides.live import averages_tokens, is_custom, parallel_size
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
-from hf_accum_fix.overrides.loss_log import SWITCH, LossLog, is_loss
 from hf_accum_fix.overrides.micro_batch import training_step
-from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, known_session, new_session
-from hf_accum_fix.overrides.windows import count_returned_batches, load_without_marker
+from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
 
 #: Name in the log of the number of exact windows, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
+#: The argument that switches upstream's filter of losses that are not finite on.
+_FILTER = "logging_nan_inf_filter"
 #: The running trainings.
 _TRAINING: Final[list[Session]] = []
 
 
 def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Refuse unsupported setups, train in a new session, and at the end give the warnings kept on the device."""
-    outer = known_session(trainer)
-    if not enabled() or (outer is not None and "train" in outer.busy):
+    if not enabled() or any(each.trainer is trainer for each in _TRAINING):
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
-    session = new_session(trainer, options)
+    session = session_of(trainer, options, new=True)
     session.warn_off(off)
-    filtered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
-    session.loss_log = LossLog(trainer) if filtered else None
+    session.unfiltered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
     _TRAINING.append(session)
     try:
         with ExitStack() as stack:
             for holder, name, replacement in _replacements(session):
                 if hasattr(holder, name):
-                    stack.enter_context(overridden(holder, name, partial(replacement, getattr(holder, name))))
-            if session.loss_log is not None:
+                    stack.enter_context(overridden(holder, name, partial(replacement, session, getattr(holder, name))))
+            if session.unfiltered:
                 # The user's again, whatever ends the training.
-                stack.enter_context(overridden(trainer.args, SWITCH, True))
+                stack.enter_context(overridden(trainer.args, _FILTER, True))
             # torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it.
             stack.enter_context(register_optimizer_step_pre_hook(lambda each, *_: _check_step(session, each)))
-            stack.enter_context(session.inside("train"))
             result = wrapped(*args, **kwargs)
     finally:
         _TRAINING.remove(session)
@@ -66,21 +66,22 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
 
 
 def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What a training replaces while it runs, where it exists; each function gets the original first."""
-    trainer, accelerator, loss_log = session.trainer, session.trainer.accelerator, session.loss_log
-    yield trainer, "get_train_dataloader", partial(get_train_dataloader, session)
-    yield sys.modules[Trainer.__module__], "skip_first_batches", partial(skip_first_batches, session)
+    """What a training replaces while it runs, where it exists; each function gets session and original first."""
+    trainer, accelerator = session.trainer, session.trainer.accelerator
+    yield trainer, "get_train_dataloader", get_train_dataloader
+    yield sys.modules[Trainer.__module__], "skip_first_batches", skip_first_batches
     if is_custom(trainer, "get_batch_samples"):
-        yield trainer, "get_batch_samples", partial(count_returned_batches, session)
+        yield trainer, "get_batch_samples", _count_returned
     if session.own_step is not None:
-        yield trainer, "training_step", partial(_own_step, session)
-    yield accelerator, "backward", partial(_backward, session)
-    yield accelerator, "clip_grad_norm_", partial(_clip, session)
-    yield trainer, "log", partial(_log, session)
-    yield trainer, "_load_callback_state", partial(load_without_marker, session)
-    if loss_log is not None:
-        yield trainer, "floating_point_ops", loss_log.end_micro_batch
-        yield trainer, "_maybe_log_save_evaluate", loss_log.end_step
+        # It never reaches the class's.
+        yield trainer, "training_step", _step
+    yield accelerator, "backward", _backward
+    yield accelerator, "clip_grad_norm_", _clip
+    yield trainer, "log", _log
+    yield trainer, "_load_callback_state", _resume
+    if session.unfiltered:
+        yield trainer, "floating_point_ops", _end_micro_batch
+        yield trainer, "_maybe_log_save_evaluate", _end_step
 
 
 def hand_back(options: Options) -> None:
@@ -90,21 +91,69 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
-def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Log what the training loss hides: losses that are not finite, and windows that were not exact."""
-    state = session.state
-    if is_loss(logs) or "train_loss" in logs:
-        if session.loss_log is not None:
-            session.loss_log.add_filtered(logs)
-        # The loss was just read, so this does not wait.
-        session.read()
-        if state.inexact and session.is_split:
-            logs[EXACT_WINDOWS] = state.opened - state.inexact
-    return original(logs, *args, **kwargs)
+# --- windows: counted over all ranks by one collective, before their first micro-batch -------------------------------
 
 
-def _own_step(session: Session, step: Original, *args: Any, **kwargs: Any) -> Any:
-    """A custom step that never reaches the class's, as a micro-batch."""
+def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+    """Count the fetched window over all ranks, and return N instead of upstream's number."""
+    session = session_of(trainer, options)
+    if "get_batch_samples" in session.busy or not (session in _TRAINING or enabled()):
+        return wrapped(*args, **kwargs)
+    error: Exception | None = None
+    with session.inside("get_batch_samples"):
+        try:
+            # Upstream's gather would be a second collective, which a rank without micro-batches does not join.
+            with overridden(trainer.args, "average_tokens_across_devices", False):
+                fetched, upstream_number = wrapped(*args, **kwargs)
+        except Exception as caught:
+            # Raised once the other ranks have it.
+            fetched, upstream_number, error = [], None, caught
+        if session.uncounted is not None and error is None:
+            session.uncounted.append(upstream_number)
+            return fetched, upstream_number
+        window = session.open(fetched, upstream_number, error)
+    return fetched, _number_of(trainer, window, upstream_number)
+
+
+def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: Any) -> Any:
+    """Count the result of a custom ``get_batch_samples``, which may change the batches, not its input."""
+    with overridden(session, "uncounted", []):
+        (fetched, number), upstream_numbers = custom(*args, **kwargs), session.uncounted
+    if not upstream_numbers:
+        return fetched, number
+    window = session.open(fetched, upstream_numbers[-1])
+    # A custom number stays.
+    return fetched, _number_of(session.trainer, window, number) if number is upstream_numbers[-1] else number
+
+
+def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
+    """num_items_in_batch for a ``compute_loss``."""
+    counts, part = window.counts, window.counts.parts[0]
+    contract, number = part.contract, counts.number
+    if number is None:
+        return upstream_number
+    if contract.keeps_scale:
+        # As from stock: of all ranks, or of this one.
+        return number.long() if averages_tokens(trainer) else upstream_number
+    if contract.items is not None and not contract.custom:
+        return counts.total.long()
+    if not contract.by_number:
+        return upstream_number
+    if part.is_whole:
+        if window.host.on_cpu and counts.total != number:
+            n, upstreams = float(counts.total), float(number)
+            window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
+        return upstream_number
+    # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
+    multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
+    return counts.total.long() if multiplies else counts.total / part.world_size
+
+
+# --- a step: what comes from outside of a micro-batch ----------------------------------------------------------------
+
+
+def _step(session: Session, step: Original, *args: Any, **kwargs: Any) -> Any:
+    """A custom step, as a micro-batch."""
     return training_step(step, session.trainer, args, kwargs, options=session.options)
 
 
@@ -145,7 +194,9 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
         return
     if window is not None and (window.value is not None or not window.batches):
         _close_unfinished(session)
-    elif session.steps * session.world_size > 1 and _has_gradients(optimizer):
+    elif session.steps * session.world_size > 1 and any(
+        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    ):
         raise SeamError(
             "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
             "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "
@@ -153,15 +204,65 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
         )
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _close_unfinished(session: Session) -> None:
     """Close a window whose last micro-batch was skipped, on every rank."""
     window = session.window
     if window is not None and window.done and not window.ended:
         window.close(session.trainer.model_wrapped)
+
+
+# --- the log and the checkpoint --------------------------------------------------------------------------------------
+
+
+def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Log what the training loss hides: losses that are not finite, and windows that were not exact."""
+    state = session.state
+    # A trainer's other logs have no learning rate.
+    is_loss = "loss" in logs and "learning_rate" in logs
+    if is_loss or "train_loss" in logs:
+        session.logged = is_loss
+        if session.unfiltered and is_loss and not math.isfinite(logs["loss"]):
+            session.warn_once(
+                "not finite",
+                f"step {session.trainer.state.global_step}: the loss of a micro-batch is not finite, and is logged as "
+                f"it is, although {_FILTER} is on",
+            )
+        # The loss was just read, so this does not wait.
+        session.read()
+        if state.inexact and session.is_split:
+            logs[EXACT_WINDOWS] = state.opened - state.inexact
+    return original(logs, *args, **kwargs)
+
+
+def _end_micro_batch(session: Session, count: Original, *args: Any, **kwargs: Any) -> Any:
+    """``floating_point_ops``, by whose call the loop has added the loss unfiltered: the arguments are the user's again.
+
+    Upstream's filter replaces a loss that is not finite by the mean of what was logged before, so that the log looks
+    healthy over weights that are nan.
+    """
+    setattr(session.trainer.args, _FILTER, True)
+    return count(*args, **kwargs)
+
+
+def _end_step(session: Session, turn: Original, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``_maybe_log_save_evaluate``; upstream subtracts a logged loss from itself, which leaves a nan as it is."""
+    session.logged = False
+    result = turn(tr_loss, *args, **kwargs)
+    if session.logged:
+        tr_loss.zero_()
+    return result
+
+
+def _resume(session: Session, load: Original) -> None:
+    """``_load_callback_state`` of a checkpoint without our marker, which is of no callback."""
+    state = session.trainer.state
+    if state.stateful_callbacks.pop(MARKER, None) is None:
+        session.warn_once(
+            "resumed",
+            f"step {state.global_step} was reached without hf_accum_fix; from here on gradient and log are of "
+            "the global batch, and learning rate, clipping and the curve may not match the earlier steps",
+        )
+    load()
 
 
 def check_setup(trainer: TrainerLike) -> dict[str, str]:

@@ -322,7 +322,7 @@ def _by(size: int, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
 
 
 def _without_stocks_nan(patched: Training, plain: Training | None) -> Training:
-    """A loss that is nan in stock too is in the log (see ``loss_log``), which is not silent; nor is what follows.
+    """A loss that is nan in stock too is in the log (not filtered), which is not silent; nor is what follows.
 
     So is the loss of a full batch that is nan itself, which is no reference.
     """
