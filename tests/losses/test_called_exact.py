@@ -781,6 +781,10 @@ def of_one_class(s: Seen) -> Tensor:
     return (s.each_class * its).sum() / its.sum().clamp(min=1)
 
 
+def in_chunks(t: Any, s: Seen, number: Any) -> Tensor:
+    return torch.stack([each.sum() / number for each in s.each_token[0].flatten().split(7)]).sum()
+
+
 def in_parts(s: Seen) -> Tensor:
     losses, valid = s.each_token
     return sum((each.sum() for each in losses.flatten().split(7)), torch.zeros(())) / valid.sum()
@@ -805,6 +809,7 @@ PUBLIC_EXACT = [
     public("half-of-one-term", lambda t, s, n: s.tokens + 0.5 * s.classes, cuts=((4, 2),)),
     public("one-less-a-cosine-beside-tokens", lambda t, s, n: s.tokens + 1.0 - near(s).mean()),
     public("one-less-a-cosine-beside-tags", lambda t, s, n: 1.0 - near(s).mean() + tagged(s), cuts=((2, 4), (1, 8))),
+    public("chunks-over-the-number", in_chunks, lambda s, _: s.tokens, cuts=((2, 4), (1, 8))),
     public("a-sum-in-parts", lambda t, s, n: in_parts(s)),
     public("a-sum-of-products", lambda t, s, n: products(s)),
     public("a-mean-over-samples-of-sums", lambda t, s, n: s.classes + s.logits[:, :2].square().mean(0).sum()),
@@ -861,10 +866,6 @@ class PlusOne(ByNumber):
         return self.mean(input_ids, labels, count + 1)
 
 
-def in_chunks(t: Any, s: Seen, number: Any) -> Tensor:
-    return torch.stack([each.sum() / number for each in s.each_token[0].flatten().split(7)]).sum()
-
-
 AS_STOCK = [
     public(
         "number-plus-one",
@@ -873,7 +874,6 @@ AS_STOCK = [
     ),
     public("number-in-a-kernel", lambda t, s, n: SumOver.apply(s.each_token[0].flatten(), n), lambda s, _: s.tokens),
     Case("a-models-number-plus-one", model_itself, PlusOne, [texts(0), texts(1)]),
-    public("chunks-over-the-number", in_chunks, lambda s, _: s.tokens, cuts=((2, 4), (1, 8))),
 ]
 
 
