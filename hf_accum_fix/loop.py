@@ -316,9 +316,12 @@ class AccumulationWindow:
 
     def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""
-        self._host.model = model
+        host, before = self._host, self._host.model
+        host.model = model
         if self._window is None:
-            self._window = self._host.open(self.batches, device)
+            self._window = host.open(self.batches, device)
+        elif before is not None and model is not None and host.bare(before) is not host.bare(model):
+            host.report_inexact("its losses are of two models; give each model accumulation_windows of its own")
         return self._window
 
     def _as_its_own(self, batch: Batch) -> Batch:

@@ -231,6 +231,16 @@ def test_a_window_without_a_target_is_zero_and_said(said: Said) -> None:
 # --- wrong use ------------------------------------------------------------------------------------------------------
 
 
+def test_two_models_in_one_window_are_said(said: Said) -> None:
+    head = LOOPED["no-kwargs"]
+    one, other = head.build(), head.build()
+    for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
+        for batch in window:
+            with window.micro_batch(one):
+                (window.loss(one, batch) + window.loss(other, batch)).backward()
+    assert len(said("its losses are of two models")) == 1
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_copies_with_other_labels_are_corrected(parts: int) -> None:
     """Labels that a loop masks on the way, of a micro-batch or of its halves."""
