@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS
@@ -36,6 +37,7 @@ class Choice:
     #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
     _open: set[str] = field(default_factory=set)
     _likely: set[str] = field(default_factory=set)
+    _waiting: list[Split] = field(default_factory=list)
 
     def note_failure(self, split: Split, error: Exception) -> None:
         """Note the error of a split, but of a narrowed one: a model may need batches as wide as its collator's."""
@@ -72,11 +74,16 @@ class Choice:
         """Whether another split of this kind would change nothing, since one has shown that the split matters."""
         return kind in self._open or (kind in self._of_kind and _may_be_the_split(self._of_kind[kind][0]))
 
-    def following(self, left: list[Split]) -> Split | None:
+    def following(self, left: Iterator[Split]) -> Split | None:
         """Of the splits left the next; first those of the groups of rows that a term's divisor tells of."""
-        left[:] = [each for each in left if not self.is_decided(each.kind)]
-        place = next((place for place, each in enumerate(left) if each.kind in self._likely), 0)
-        return left.pop(place) if left else None
+        for split in left if self._likely else ():
+            if split.kind in self._likely and not self.is_decided(split.kind):
+                return split
+            self._waiting.append(split)
+        while self._waiting:
+            if not self.is_decided((waited := self._waiting.pop(0)).kind):
+                return waited
+        return next((split for split in left if not self.is_decided(split.kind)), None)
 
     def needs_no(self, following: Split) -> bool:
         """Whether the next split, which cannot show coupled samples, would show nothing new."""

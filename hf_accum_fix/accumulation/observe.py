@@ -77,7 +77,7 @@ class _Observation:
         divides: without the number it is a mean, and with it the sum over the number, though the graph hides that.
         moves: it depends on the number in any way.
         draws: random numbers change it; None: not tested.
-        _run_before: every forward so far.
+        _run_before: the forwards so far, of the splits.
     """
 
     loss: LossRun
@@ -135,7 +135,8 @@ class _Observation:
         choice, settled = Choice(self.sharded), False
         self._run_before.clear()
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
-        split, *left = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
+        left = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
+        split = next(left)
         while self.ranks.any(not settled):
             readings, by_number = list[Reading](), False
             try:
@@ -170,7 +171,8 @@ class _Observation:
             if seen is None:
                 self._restore()
                 seen = self._run(batch, number)
-                self._run_before.append(seen)
+                # A graph that keeps all tensors is not held for longer than it has to be.
+                self._run_before += [] if seen.keeps else [seen]
             readings.append(seen)
             if self.ranks.alone and (not readings[0].shows_terms or (at == 1 and not any(r.loss for r in readings))):
                 # Its parts would show nothing either.

@@ -111,6 +111,7 @@ class Reading:
         inside: with stacked numbers as terms.
         drew: it drew random numbers, apart from dropout.
         warms: a term was multiplied by zero, and is left out.
+        keeps: its graph has all tensors that a backward needs.
     """
 
     batch: Mapping[str, Any]
@@ -121,6 +122,7 @@ class Reading:
     inside: list[TermReading]
     drew: bool
     warms: bool = False
+    keeps: bool = False
 
     @property
     def shows_terms(self) -> bool:
@@ -189,7 +191,7 @@ def read_batch(
     kept = [without_nothing(terms) for terms in shapes]
     rows, inside = (_filled([_term_reading(term, captured, batch) for term in terms], total) for terms in kept)
     warms = len(kept[0]) < len(shapes[0])
-    return Reading(batch, number, total, found.dtype, rows, inside, _random_state() != before, warms)
+    return Reading(batch, number, total, found.dtype, rows, inside, _random_state() != before, warms, keep)
 
 
 def run_with_graph(
