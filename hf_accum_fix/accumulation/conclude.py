@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items, sample_count
@@ -111,10 +112,14 @@ class Comparison:
         return all(any(part is each for each in self.window) for part in self.batches[1:])
 
     @property
+    def rounding(self) -> float:
+        """Relative, of the loss's values."""
+        return 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)
+
+    @property
     def tolerance(self) -> float:
         """Relative tolerance of the loss's values."""
-        tolerance = 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)
-        return tolerance / 10 if self.again else tolerance
+        return self.rounding / 10 if self.again else self.rounding
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,7 @@ def _specs(
     tested: Sequence[Candidate], mismatch: str, adds: How, compared: Comparison
 ) -> tuple[tuple[TermSpec, ...], str]:
     """The terms' specs, and the first reason why they are not exact."""
-    specs = tuple(each.spec for each in tested)
+    specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in tested)
     doubts = [mismatch, *(each.doubt for each in tested)]
     if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
         # No hook separates them.
@@ -239,6 +244,14 @@ def _specs(
     if adds is How.PLAIN:
         doubts.append("a part of the loss has no gradient; the log averages it over micro-batches")
     return specs, next(filter(None, doubts), "")
+
+
+def _classes(candidate: Candidate, compared: Comparison) -> int:
+    """The classes of a cross entropy that every micro-batch has; 0: positions are its classes, or torch hides them."""
+    found = {each.classes for each in candidate.seen}
+    widths = {value.shape[1] for value in compared.whole.batch.values() if isinstance(value, Tensor) and value.ndim > 1}
+    is_shown = hasattr(candidate.seen[0].term.leaf, "_input_metadata")
+    return found.pop() if is_shown and len(found) == 1 and not found & widths else 0
 
 
 def _rules_of_number(
@@ -504,7 +517,7 @@ def _tested_mean(
         return candidate.judged(doubt, how=How.PLAIN)
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)
-    if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], 1e-5)):
+    if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], min(compared.rounding, 1e-5))):
         # A mean times the samples of its batch is near a sum.
         multiplied = any(not whole.term.factors[at].divides for at in candidate.spec.counts)
         grows = multiplied and compared.apart and has_values and _growth([v or 0.0 for v in values], compared)[0]

@@ -43,6 +43,7 @@ class TermSpec:
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
         own: the places of a trainer's own division by the accumulation steps.
+        classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         count: in the observed batch.
     """
@@ -52,6 +53,7 @@ class TermSpec:
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
+    classes: int = 0
     rules: Mapping[Items, float] = field(default_factory=dict)
     count: float = 1.0
 

@@ -35,7 +35,7 @@ class Part:
             multiplied by number / n_mean.
         means: n_mean times `remaining_divisor`, by rule and place as ``totals``.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
-        other_terms: the shapes of its terms, where it had others than that.
+        other_terms: shape and classes of its terms, where it had others than that.
         plain_log: a micro-batch's values were not captured, so the log is the mean over micro-batches.
     """
 

@@ -93,7 +93,7 @@ def weigh(
         matched = [(spec, []) for spec in contract.terms]
     if matched is None and not zero_weight:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
-        part.other_terms = tuple(each.shape for each in terms)
+        part.other_terms = tuple((each.shape, each.classes) for each in terms)
         part.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         # A trainer that scales its loss itself still does.
         scales = any(each.own or (each.how is How.NUMBER and contract.custom) for each in contract.terms)
@@ -141,21 +141,31 @@ def _logged(value: Tensor, part: Part) -> Tensor:
     return value if part.engine_divisor == 1 else value / part.engine_divisor
 
 
-def covers(specs: Sequence[TermSpec], shapes: Sequence[Any]) -> bool:
-    """Whether terms of these shapes are those of a contract, or some of them."""
-    found, known = Counter(shapes), Counter(spec.shape for spec in specs)
-    one_by_one = {spec.shape for spec in specs if spec.place is not None}
-    return bool(found) and all(
-        shape in known and (shape not in one_by_one or count == known[shape]) for shape, count in found.items()
-    )
+def covers(specs: Sequence[TermSpec], terms: Sequence[tuple[Any, int]]) -> bool:
+    """Whether terms of these shapes and classes are those of a contract, or some of them."""
+    singles = Counter(spec.shape for spec in specs if spec.place is not None)
+    if not terms or {shape for shape, _ in terms} - {spec.shape for spec in specs}:
+        return False
+    for spec in specs:
+        alike = [classes for shape, classes in terms if shape == spec.shape]
+        if alike and spec.place is not None and len(alike) != singles[spec.shape]:
+            return False
+        if spec.classes and any(classes != spec.classes for classes in _of_spec(spec, alike)):
+            return False
+    return True
+
+
+def _of_spec(spec: TermSpec, alike: Sequence[Any]) -> Sequence[Any]:
+    """Of what is alike, that of one term, or of its rows."""
+    return alike if spec.place is None else alike[spec.place : spec.place + 1]
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
     """The terms of every spec; None: some fit no spec, or cannot be distinguished."""
-    if not covers(specs, [term.shape for term in terms]):
+    checks = any(spec.classes for spec in specs)
+    if not covers(specs, [(term.shape, term.classes if checks else 0) for term in terms]):
         return None
-    alike = [(spec, [term for term in terms if term.shape == spec.shape]) for spec in specs]
-    return [(spec, found if spec.place is None else found[spec.place : spec.place + 1]) for spec, found in alike]
+    return [(spec, [*_of_spec(spec, [term for term in terms if term.shape == spec.shape])]) for spec in specs]
 
 
 class _Weight(NamedTuple):
@@ -277,7 +287,8 @@ class _Weighing:
     ) -> Tensor:
         """The items of a custom mean, which may be clamped to at least 1, and then counts 0 where it is 1."""
         term, device = found[0], self.loss.device
-        value = None if len(found) > 1 else _value(term, self.values)
+        values = [each for each in (_value(each, self.values) for each in found) if each is not None]
+        value = torch.stack(values).sum() if len(values) == len(found) else None
         is_own = value is not None or (self.alone and not term.path.added)
         hidden = nothing = (self.loss if value is None else value) == 0
         if rule is not None:

@@ -134,11 +134,11 @@ class TrainingState:
             # No window has confirmed its rules yet.
             self.corrects = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
 
-    def take_earlier(self, contract: LossContract, shapes: Sequence[Any]) -> bool:
-        """Replace a contract by an earlier one of its loss that has terms of these ``shapes``; False: none has."""
+    def take_earlier(self, contract: LossContract, terms: Sequence[tuple[Any, int]]) -> bool:
+        """Replace a contract by an earlier one of its loss that `covers` these terms; False: none does."""
         for loss in self.losses:
             for before in loss.earlier if loss.contract is contract else ():
-                if covers(before.terms, shapes):
+                if covers(before.terms, terms):
                     self.take(before, loss)
                     return True
         return False
