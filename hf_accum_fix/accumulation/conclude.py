@@ -510,7 +510,10 @@ def _tested_mean(
         doubt = "" if compared.setting.has_z_loss else doubt
         return candidate.judged(doubt, how=How.ROUTER, rules=rules)
     if not compared.apart and whole.term.readable and (rules or whole.term.divides):
-        return candidate.judged(rules=rules)
+        # One batch does not show whether a tensor is constant.
+        others = (each for at, each in enumerate(whole.term.factors) if at not in candidate.spec.counts)
+        hides = any(isinstance(each.value, Tensor) for each in others)
+        return candidate.judged(how=How.PLAIN if hides else How.MEAN, rules=rules)
     samples, rows = [sample_count(batch) for batch in batches], [each.term.rows for each in candidate.seen]
     if whole.term.rows and any(row * samples[0] != rows[0] * m for row, m in zip(rows, samples, strict=True)):
         doubt = "it is a mean over elements of a sample, not over the samples"
