@@ -511,8 +511,8 @@ def _tested_mean(
         return candidate.judged(doubt, how=How.ROUTER, rules=rules)
     if not compared.apart and whole.term.readable and (rules or whole.term.divides):
         # One batch does not show whether a tensor is constant.
-        others = (each for at, each in enumerate(whole.term.factors) if at not in candidate.spec.counts)
-        hides = any(isinstance(each.value, Tensor) for each in others)
+        constants = (each for at, each in enumerate(whole.term.factors) if at not in candidate.spec.counts)
+        hides = any(isinstance(each.value, Tensor) for each in constants)
         return candidate.judged(how=How.PLAIN if hides else How.MEAN, rules=rules)
     samples, rows = [sample_count(batch) for batch in batches], [each.term.rows for each in candidate.seen]
     if whole.term.rows and any(row * samples[0] != rows[0] * m for row, m in zip(rows, samples, strict=True)):
@@ -541,9 +541,11 @@ def _tested_mean(
     if any(not is_near(a, b + c, 1e-5) for a, b, c in shared):
         # (a + b) / (a + b).detach() may add up where both have as many items.
         doubt = "one number that is no count divides several of its terms"
-    # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on.
+    # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on;
+    # a loss over its own value has that anyway.
     varies = not has_values or any(not is_near(values[0] or 0.0, value) for value in values[1:])
-    return candidate.judged(doubt, shows=varies or not weights_elements(whole.term.leaf), rules=rules)
+    shows = varies or len(candidate.spec.counts) > 1 or not weights_elements(whole.term.leaf)
+    return candidate.judged(doubt, shows=shows, rules=rules)
 
 
 def _rules_of(
