@@ -139,7 +139,7 @@ def _better(found: LossContract, latest: LossContract, split: Split) -> LossCont
     """The better of two contracts, from one more split of the samples."""
     if (found.unseen or not found.terms) and latest.conclusive and not latest.unseen and split.apart:
         return latest
-    if not latest.conclusive or _may_be_the_split(latest):
+    if not latest.conclusive or _may_be_the_split(latest) or (found.terms and not split.shows_coupling):
         return found
     if found.doubt.endswith(OTHER_TERMS) and latest.needs_forwards:
         # Terms that come and go, and that no rule tells apart, were as many in this split by chance.
