@@ -82,8 +82,7 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
             yield from narrowed
         else:
             yield from (each for each in _narrowed(batch, kind="narrowed", narrowed=True) if each.pads)
-        least = _least_row(batch, rows)
-        yield Split(*_divided(batch, [int(row != least) for row in range(rows)]), kind="rows")
+        yield from _of_one_kind("rows", (_one_row(batch, row) for row in _with_unlike(batch, _least_row(batch, rows))))
     if rows == 1:
         yield from _of_several(batch, others)
     # The last one is most similar, so a sum over tasks has fewer terms there.
@@ -129,8 +128,13 @@ def _narrowed(whole: Batch, **given: Any) -> Iterator[Split]:
     for place, row in enumerate(rows):
         # Where no numbers repeat, the second is for a loss whose terms the first lacks.
         decides = place + 1 == len(rows) or not _repeating(whole)
-        _, one, other = _divided(whole, [int(each != row) for each in range(sample_count(whole))])
+        _, one, other = _one_row(whole, row)
         yield Split(whole, _narrow(one), _narrow(other), decides=decides, **given)
+
+
+def _one_row(batch: Batch, row: int) -> Parts:
+    """A batch, one of its rows, and all others."""
+    return _divided(batch, [int(each != row) for each in range(sample_count(batch))])
 
 
 def _lengths(batch: Batch) -> list[int]:
@@ -153,11 +157,17 @@ def _alone(batch: Batch, lengths: Sequence[int]) -> list[int]:
 
     A weight over the greatest value of such an input shows in one of them, or in the rest.
     """
-    rule, repeating = next(ways_of_counting(batch)), _repeating(batch)
+    rule = next(ways_of_counting(batch))
     counts = [float(rule.count(_rows(batch, [row]))) for row in range(sample_count(batch))]
     first, *others = sorted(range(len(counts)), key=lambda row: (not counts[row], lengths[row], counts[row]))
-    # Of equal ones the first.
-    return [first, min(others, key=lambda row: sum(each[row] == each[first] for each in repeating))]
+    return _with_unlike(batch, first, others) if _repeating(batch) else [first, others[0]]
+
+
+def _with_unlike(batch: Batch, row: int, others: Sequence[int] = ()) -> list[int]:
+    """A row, and the first of the ``others`` (all) that has most other values of the inputs that repeat few, if any."""
+    repeating, others = _repeating(batch), others or [each for each in range(sample_count(batch)) if each != row]
+    unlike = min(others, key=lambda other: sum(each[other] == each[row] for each in repeating))
+    return [row, unlike] if repeating else [row]
 
 
 def _narrow(part: Batch) -> Batch:

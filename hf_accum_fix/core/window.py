@@ -140,7 +140,7 @@ class Window:
             host.report_inexact(f"{skipped} of its micro-batches were skipped")
         parts = list(dict.fromkeys(map(self.part_of, self.batches)))
         for part in parts if self.copied else ():
-            its = zip(self.batches, self.counts.each, strict=True)
+            its = zip(self.batches, self.counts.each, strict=False)
             part.plan([items for batch, items in its if self.part_of(batch) is part])
         times = self._correction(parts)
         if unread := [differs for part in parts if (differs := self._differs(part)) is not None]:
