@@ -117,7 +117,7 @@ TABLE: dict[str, tuple[Loss, Setting, Reduction, str]] = {
     "two means": (lambda m, b, n: ce(m, b) + 0.1 * m(b["x"]).square().sum(1).mean(), Setting(), MEAN, TARGETS),
     "learnt factors": (lambda m, b, n: (-m.scale).exp() * ce(m, b) + m.scale, Setting(), MEAN, TARGETS),
 }
-#: Of a loss that takes no gradient by itself; of one whose elements have weights, which may be statistics of its labels.
+#: Of a loss that takes no gradient by itself; of one whose elements have weights, maybe statistics of its labels.
 FORWARDS, WEIGHTED = 3, {"masked mean by hand": 5}
 
 
