@@ -97,6 +97,9 @@ def weigh(
         part.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         # A trainer that scales its loss itself still does.
         scales = any(each.own or (each.how is How.NUMBER and contract.custom) for each in contract.terms)
+        # Sums are no means over micro-batches.
+        sums = all(term.readable and not any(each.divides for each in term.factors) for term in terms)
+        left = left / (part.micro_batches * part.world_size) if terms and sums and not scales else left
         return _ready(loss, left, part, keeps_scale=scales)
     alone = len(terms) == 1 and not contract.added
     weighing = _Weighing(loss, part, inputs, items, captured.values, alone=alone)

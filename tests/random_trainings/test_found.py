@@ -232,6 +232,24 @@ FOUND = EXACT | found("""
       sum-of-classes masked-in-prepare no-mask empty 2x4 seed=46512
     a sum of two over itself
       number-and-z super-and-teacher-normalised no-mask alike,alike,empty 3x3 seed=44320
+    a first micro-batch whose loss is nan, others with targets
+      fused-kind super-by-rows left empty,rare,empty,rare 2x4 seed=37796 declares-false uneven loop
+    a product, over a number that a loop does not pass
+      number-by-hand super-and-teacher-product wide whole,ragged 4x2 missing=1 seed=64741 loop
+    samples whose loss is zero, times a factor that is zero with it
+      hinge super-and-teacher-stop-gradient no-mask empty 2x4 seed=31560 declares-false uneven loop
+    the same with labels of few samples
+      number-of-classes super-and-teacher-stop-gradient wide rare,whole,whole,whole 3x3 missing=1 seed=28641
+    smoothing, whose classes are as many for every sample of texts of one length
+      mean-of-tokens-by-hand smoothing names alike,empty,ragged,alike 2x4 missing=1 seed=62782
+    one micro-batch alone, with a number that keeps stock's scale
+      two-terms-number super-and-teacher-normalised wide alike,rare,empty 8x1 seed=2826
+    two losses by turns over other classes, as many items in the first micro-batch
+      mean-and-kind-alternating super-and-teacher-zero-first right rare,rare,rare,alike 2x4 seed=16520 declares-false uneven loop
+    a ratio that nearly adds up where probabilities are even
+      where-labelled own-and-teacher-stop-gradient other-labels whole 2x4 seed=43134 declares-false even uneven loop
+    two sums of one count, which is at least 1
+      first-target r-drop right empty,alike 2x4 missing=4 seed=7560 declares-false loop
 """)
 #: The same of two ranks.
 FOUND_ON_TWO = found("""
@@ -267,6 +285,8 @@ FOUND_ON_TWO = found("""
       weights-by-hand super-and-teacher-alternating wide whole,alike,empty,empty 4x1 seed=64018 declares-false ranks=2
     a target that only unshifted labels have
       number-of-tokens own-by-hand left rare 1x4 seed=62136
+    a sum that comes back by turns
+      sum super-and-teacher-alternating right ragged,whole,whole,alike 4x1 seed=10891
 """)
 
 
