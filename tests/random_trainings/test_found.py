@@ -245,7 +245,7 @@ FOUND = EXACT | found("""
     one micro-batch alone, with a number that keeps stock's scale
       two-terms-number super-and-teacher-normalised wide alike,rare,empty 8x1 seed=2826
     two losses by turns over other classes, as many items in the first micro-batch
-      mean-and-kind-alternating super-and-teacher-zero-first right rare,rare,rare,alike 2x4 seed=16520 declares-false uneven loop
+      mean-and-kind-alternating super-and-teacher-zero-first right rare,rare,rare,alike 2x4 seed=16520 uneven loop
     a ratio that nearly adds up where probabilities are even
       where-labelled own-and-teacher-stop-gradient other-labels whole 2x4 seed=43134 declares-false even uneven loop
     two sums of one count, which is at least 1
