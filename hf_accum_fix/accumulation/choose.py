@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS
+from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS, UNREADABLE
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.reading import Reading
@@ -48,9 +48,10 @@ class Choice:
         self._seen.append(latest)
         if _may_be_the_split(latest):
             self._likely |= _groupings(whole)
-        if split.narrowed and not _is_clear(latest, split):
+        has_doubt = bool(latest.doubt) and not latest.doubt.endswith((OTHER_TERMS, UNREADABLE))
+        if split.narrowed and (has_doubt or not _is_clear(latest, split)):
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
-            if latest.doubt and not latest.doubt.endswith(OTHER_TERMS):
+            if has_doubt:
                 self._open.add(split.kind)
             return False
         if split.kind:

@@ -30,6 +30,8 @@ _TOLERANCE = {8: 1e-6, 4: 1e-5}
 
 NO_COUNT = "is neither a count nor a constant"
 OTHER_TERMS = "in a batch and its parts"
+#: Ending of a doubt that no other split removes.
+UNREADABLE = "what is below it cannot be read"
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 #: Endings of doubts that may come from splitting rows that belong together.
 OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS, _PADDED)
@@ -560,7 +562,7 @@ def _rules_of(
 def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) -> Candidate:
     """A term whose divisor is hidden: use the first rule by which its parts add up to the whole."""
     name, values, batches = candidate.seen[0].name, candidate.values, compared.batches
-    doubt = f"the loss contains {name}, and what is below it cannot be read"
+    doubt = f"the loss contains {name}, and {UNREADABLE}"
     is_opaque = name.startswith(OPAQUE) and None not in values and compared.are_distinct
     for rule in dict.fromkeys(ways_of_counting(batches[0], compared.ignored)) if is_opaque else ():
         n = [float(rule.count(batch)) for batch in batches if rule.has_targets(batch)]
