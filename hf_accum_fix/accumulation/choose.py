@@ -36,6 +36,8 @@ class Choice:
     _seen: list[LossContract] = field(default_factory=list)
     #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
     _open: set[str] = field(default_factory=set)
+    #: How such a split had more terms than its parts, or less.
+    _varies: str = ""
     _likely: set[str] = field(default_factory=set)
     _waiting: list[Split] = field(default_factory=list)
 
@@ -53,6 +55,7 @@ class Choice:
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
             if has_doubt:
                 self._open.add(split.kind)
+            self._varies = latest.doubt if latest.doubt.endswith(OTHER_TERMS) else self._varies
             return False
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
@@ -101,6 +104,9 @@ class Choice:
         # Of some samples the loss was zero, or not finite: another window may show more.
         is_blank = any(not each.conclusive and each.reason != NO_TARGET_SEEN for each in self._seen)
         found = replace(found, unseen=found.unseen or (found.conclusive and is_blank))
+        if self._varies and found.exact and found.is_guess:
+            # As many in fewer samples, which no rule confirms.
+            found = replace(found, doubt=self._varies)
         # If rows belong together, that was the cause.
         if self._open and found.exact and self._kind in ("narrowed", "rows"):
             found = replace(found, doubt=_OF_ONE)

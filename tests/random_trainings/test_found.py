@@ -248,6 +248,8 @@ FOUND = EXACT | found("""
       mean-and-kind-alternating super-and-teacher-zero-first right rare,rare,rare,alike 2x4 seed=16520 uneven loop
     a ratio that nearly adds up where probabilities are even
       where-labelled own-and-teacher-stop-gradient other-labels whole 2x4 seed=43134 declares-false even uneven loop
+    tasks of one row each, whose terms are as many as the rows
+      tasks super-and-teacher-normalised no-mask rare 2x4 seed=25089
     two sums of one count, which is at least 1
       first-target r-drop right empty,alike 2x4 missing=4 seed=7560 declares-false loop
 """)
