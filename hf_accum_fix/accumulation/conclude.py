@@ -135,6 +135,8 @@ class Candidate:
     doubt: str = ""
     shows: bool = True
     grows: bool = False
+    #: The parts have as many terms of its shape.
+    matched: bool = True
 
     @property
     def is_unseen(self) -> bool:
@@ -368,7 +370,7 @@ def _matched(seen: Sequence[list[TermReading]], compared: Comparison) -> tuple[l
         else:
             mismatch = f"the loss has {whole}, {one} and {other} terms {shape[0]} {OTHER_TERMS}"
             found += [
-                Candidate(TermSpec(shape, place, How.PLAIN), (term,) * 3, (), (term.value,) * 3)
+                Candidate(TermSpec(shape, place, How.PLAIN), (term,) * 3, (), (term.value,) * 3, matched=False)
                 for place, term in enumerate(each[0])
             ]
     return found, mismatch
@@ -453,8 +455,7 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
     has_values = None not in values
     if whole.router:
         return candidate.judged(how=How.ROUTER, counts=(), rules={})
-    if whole is candidate.seen[1]:
-        # The parts have other terms.
+    if not candidate.matched:
         return candidate
     if whole.term.learnt and not spec.counts:
         return candidate.judged(how=How.CONSTANT)
@@ -545,7 +546,9 @@ def _tested_mean(
         doubt = "one number that is no count divides several of its terms"
     # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on;
     # a loss over its own value has that anyway.
-    varies = not has_values or any(not is_near(values[0] or 0.0, value) for value in values[1:])
+    varies = not (has_values and compared.are_distinct) or any(
+        not is_near(values[0] or 0.0, value) for value in values[1:]
+    )
     shows = varies or len(candidate.spec.counts) > 1 or not weights_elements(whole.term.leaf)
     return candidate.judged(doubt, shows=shows, rules=rules)
 
