@@ -29,7 +29,7 @@ class Split(NamedTuple):
         apart: the parts are parts of the whole.
         tasks: the samples may be of two tasks.
         kind: which rows it assumes to belong together; all splits of a kind have to show the same.
-        decides: it is the last of its kind.
+        decides: if it is clear, no other of its kind is needed.
         narrowed: the parts are rows, only as wide as their own samples, perhaps of two micro-batches.
     """
 
