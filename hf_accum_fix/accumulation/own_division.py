@@ -45,10 +45,10 @@ def own_division(
 ) -> LossContract:
     """Mark those `step_candidates` as the trainer's division that changed with the steps in the arguments.
 
-    A constant that did not change is a coefficient, unless all that the trainer scales is times 1/G or 1/W (G or W if it
-    divides by the number): then it may be either. One that changed with the ranks multiplies a loss that divides by the
-    items of all ranks. A sum over the batch size of the arguments is a mean over the samples of a full micro-batch, so
-    its micro-batches are averaged.
+    A constant that did not change is a coefficient, unless all that the trainer scales is times 1/G or 1/W (G or W if
+    it divides by the number): then it may be either. One that changed with the ranks multiplies a loss that divides by
+    the items of all ranks. A sum over the batch size of the arguments is a mean over the samples of a full micro-batch,
+    so its micro-batches are averaged.
     """
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
