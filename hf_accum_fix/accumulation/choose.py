@@ -36,8 +36,9 @@ class Choice:
     _seen: list[LossContract] = field(default_factory=list)
     #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
     _open: set[str] = field(default_factory=set)
-    #: How such a split had more terms than its parts, or less.
+    #: How the parts of such a split had other terms than the whole, in words.
     _varies: str = ""
+    #: Kinds of splits that a divisor tells of, which come first; the splits that they have overtaken.
     _likely: set[str] = field(default_factory=set)
     _waiting: list[Split] = field(default_factory=list)
 

@@ -124,10 +124,10 @@ def _of_one_kind(kind: str, found: Iterable[Parts], most: int = 2) -> Iterator[S
 
 def _narrowed(whole: Batch, **given: Any) -> Iterator[Split]:
     """One row, and all others, as their collator would have padded them, for each row of `_alone`."""
-    rows = _alone(whole, _lengths(whole))
+    rows, repeats = _alone(whole, _lengths(whole)), bool(_repeating(whole))
     for place, row in enumerate(rows):
         # Where no numbers repeat, the second is for a loss whose terms the first lacks.
-        decides = place + 1 == len(rows) or not _repeating(whole)
+        decides = place + 1 == len(rows) or not repeats
         _, one, other = _one_row(whole, row)
         yield Split(whole, _narrow(one), _narrow(other), decides=decides, **given)
 
@@ -212,8 +212,9 @@ def _all_joined(batches: Sequence[Batch]) -> Batch | None:
 
 def _divided(batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
     """A batch, the rows of its first group, and all others; ``group_of``: by row; ``height`` as for `_rows`."""
-    is_first = [each == min(group_of) for each in group_of]
-    one, other = ([row for row, its in enumerate(is_first) if its is wanted] for wanted in (True, False))
+    first = min(group_of)
+    one = [row for row, group in enumerate(group_of) if group == first]
+    other = [row for row, group in enumerate(group_of) if group != first]
     return batch, _rows(batch, one, height), _rows(batch, other, height)
 
 

@@ -807,8 +807,8 @@ PUBLIC_EXACT = [
     # A temperature squared, that is G by chance; a trainer's own division would be in both terms.
     public("four-times-one-term", lambda t, s, n: s.tokens + 4.0 * s.classes, cuts=((2, 4),)),
     public("half-of-one-term", lambda t, s, n: s.tokens + 0.5 * s.classes, cuts=((4, 2),)),
-    public("one-less-a-cosine-beside-tokens", lambda t, s, n: s.tokens + 1.0 - near(s).mean()),
-    public("one-less-a-cosine-beside-tags", lambda t, s, n: 1.0 - near(s).mean() + tagged(s), cuts=((2, 4), (1, 8))),
+    public("one-less-a-cosine-and-tokens", lambda t, s, n: s.tokens + 1.0 - near(s).mean()),
+    public("one-less-a-cosine-and-tags", lambda t, s, n: 1.0 - near(s).mean() + tagged(s), cuts=((2, 4), (1, 8))),
     public("chunks-over-the-number", in_chunks, lambda s, _: s.tokens, cuts=((2, 4), (1, 8))),
     public("a-sum-in-parts", lambda t, s, n: in_parts(s)),
     public("a-sum-of-products", lambda t, s, n: products(s)),
