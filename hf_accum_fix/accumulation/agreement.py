@@ -54,6 +54,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
     pool = plain or conclusive or [each for each in ranks if each.reason != NO_TARGET_SEEN] or list(ranks)
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
+    keeps = any(each.keeps_scale for each in pool)
     if any(not _are_one_loss(first, each) for each in pool[1:]):
         by_rank = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
         if conclusive and len({(each.reduction, each.custom) for each in pool}) > 1:
@@ -62,16 +63,19 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
                 "between them, or pass contract=LossContract(...)"
             )
         reason = f"the ranks train different losses ({by_rank})"
-        return replace(first, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
+        # Stock's scale is kept by a loss whose terms are read.
+        terms = first.terms if keeps else ()
+        found = replace(first, reduction=Reduction.PLAIN, items=None, terms=terms, keeps_scale=keeps)
+        return replace(found, doubt=reason, reason=reason)
     # Where no rule fits on all ranks, every window is corrected.
     terms = first.terms
     for each in pool[1:]:
-        terms = tuple(mine.with_rules_of(other) for mine, other in zip(terms, each.terms, strict=True))
+        both = zip(terms, each.terms, strict=True)
+        terms = tuple(replace(a.with_rules_of(b), counted=a.counted + b.counted) for a, b in both)
     of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
     shift = next((each.shift for each in pool if each.shift is not None), None)
-    keeps = any(each.keeps_scale for each in pool)
     return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift, keeps_scale=keeps)
 
 

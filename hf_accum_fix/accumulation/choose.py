@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from hf_accum_fix.accumulation.conclude import OF_THE_SPLIT, OTHER_TERMS, UNREADABLE
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction
 from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.reading import Reading
 from hf_accum_fix.accumulation.samples import Split
@@ -51,12 +50,12 @@ class Choice:
         self._seen.append(latest)
         if _may_be_the_split(latest):
             self._likely |= _groupings(whole)
-        has_doubt = bool(latest.doubt) and not latest.doubt.endswith((OTHER_TERMS, UNREADABLE))
+        has_doubt = bool(latest.doubt) and latest.cause not in (Cause.TERMS, Cause.HIDDEN)
         if split.narrowed and (has_doubt or not _is_clear(latest, split)):
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
             if has_doubt:
                 self._open.add(split.kind)
-            self._varies = latest.doubt if latest.doubt.endswith(OTHER_TERMS) else self._varies
+            self._varies = latest.doubt if latest.cause is Cause.TERMS else self._varies
             return False
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
@@ -119,7 +118,7 @@ class Choice:
 
 def _is_clear(found: LossContract, split: Split) -> bool:
     """Whether a contract needs no further split."""
-    other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
+    other_tasks = split.tasks and found.cause is Cause.TERMS
     return other_tasks or (_has_shown(found) and not _may_be_the_split(found))
 
 
@@ -138,8 +137,8 @@ def _of_one_kind(
         if _may_be_the_split(first):
             return before
         if [(each.shape, each.place) for each in first.terms] != [(each.shape, each.place) for each in latest.terms]:
-            doubt = latest.doubt or f"another split of the samples shows other terms {OTHER_TERMS}"
-            latest = replace(latest, doubt=doubt)
+            doubt = "another split of the samples shows other terms in a batch and its parts"
+            latest = latest if latest.doubt else replace(latest, doubt=doubt, cause=Cause.TERMS)
     return latest, whole
 
 
@@ -149,12 +148,13 @@ def _better(found: LossContract, latest: LossContract, split: Split) -> LossCont
         return latest
     if not latest.conclusive or _may_be_the_split(latest) or (found.terms and not split.shows_coupling):
         return found
-    if found.doubt.endswith(OTHER_TERMS) and latest.needs_forwards:
+    if found.cause is Cause.TERMS and latest.needs_forwards:
         # Terms that come and go, and that no rule tells apart, were as many in this split by chance.
         return found
     # In a doubled batch all factors that are no counts look constant.
     latest = replace(latest, grouped=found.coupled)
-    return latest if split.shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
+    is_open = bool(latest.doubt) or split.shows_coupling
+    return latest if is_open else replace(latest, doubt=found.doubt, cause=found.cause)
 
 
 def _groupings(whole: Reading) -> set[str]:
@@ -172,4 +172,4 @@ def _has_shown(found: LossContract) -> bool:
 
 def _may_be_the_split(found: LossContract) -> bool:
     """Whether the split may have separated rows that belong together."""
-    return found.coupled or found.doubt.endswith(OF_THE_SPLIT)
+    return found.coupled or (found.cause is not None and found.cause.may_be_the_split)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction, TermSpec
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import holds_layers, ignored_index, weights_elements
 from hf_accum_fix.accumulation.reading import Reading, TermReading
@@ -28,13 +28,7 @@ OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
 
-NO_COUNT = "is neither a count nor a constant"
-OTHER_TERMS = "in a batch and its parts"
-#: Ending of a doubt that no other split removes.
-UNREADABLE = "what is below it cannot be read"
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
-#: Endings of doubts that may come from splitting rows that belong together.
-OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS, _PADDED)
 _COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
 
 
@@ -133,6 +127,7 @@ class Candidate:
     counts: tuple[float, ...]
     values: tuple[float | None, ...]
     doubt: str = ""
+    cause: Cause | None = None
     shows: bool = True
     grows: bool = False
     #: The parts have as many terms of its shape.
@@ -143,9 +138,11 @@ class Candidate:
         """Whether it was zero in all forwards."""
         return not any(self.values) and None not in self.values and self.spec.how is not How.ROUTER
 
-    def judged(self, doubt: str = "", *, shows: bool = True, grows: bool = False, **spec: Any) -> Candidate:
+    def judged(
+        self, doubt: str = "", cause: Cause | None = None, *, shows: bool = True, grows: bool = False, **spec: Any
+    ) -> Candidate:
         """With the conclusion from its values; ``grows``: a batch's is near the sum of its parts'."""
-        return replace(self, spec=replace(self.spec, **spec), doubt=doubt, shows=shows, grows=grows)
+        return replace(self, spec=replace(self.spec, **spec), doubt=doubt, cause=cause, shows=shows, grows=grows)
 
 
 def conclude(compared: Comparison) -> LossContract:
@@ -172,7 +169,7 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
     candidates, mismatch = _matched(seen, compared)
     tested = _all_tested(_with_values(candidates, compared.readings), compared)
     adds = _added(tested, compared) if any(each.term.path.added for each in seen[0]) else How.MEAN
-    specs, doubt = _specs(tested, mismatch, adds, compared)
+    specs, doubt, cause = _specs(tested, mismatch, adds, compared)
     found = LossContract(
         Reduction.PLAIN,
         terms=specs,
@@ -180,7 +177,8 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         hands_number=setting.hands_number,
         dtype=whole.dtype,
         doubt=doubt,
-        coupled=any(each.doubt == _COUPLED for each in tested),
+        cause=cause,
+        coupled=any(each.cause is Cause.COUPLED for each in tested),
         # A sum whose scale cannot be read.
         keeps_scale=setting.has_stock and any(each.grows for each in tested),
         # A custom loss may add the router loss itself.
@@ -214,7 +212,7 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
             found,
             reduction=Reduction.NUMBER if compared.by_number else Reduction.MEAN,
             items=means[0].rule or near,
-            conclusive=means[0].count != 0.0 and all(each.shows for each in tested),
+            conclusive=means[0].counted[0] != 0.0 and all(each.shows for each in tested),
             reason=f"its graph divides {means[0].shape[0]} by them",
         )
     if specs and all(each.how is How.SUM for each in specs):
@@ -235,19 +233,25 @@ def _all_tested(candidates: Sequence[Candidate], compared: Comparison) -> list[C
 
 def _specs(
     tested: Sequence[Candidate], mismatch: str, adds: How, compared: Comparison
-) -> tuple[tuple[TermSpec, ...], str]:
-    """The terms' specs, and the first reason why they are not exact."""
+) -> tuple[tuple[TermSpec, ...], str, Cause | None]:
+    """The terms' specs, and the first reason why they are not exact, with its cause."""
     specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in tested)
-    doubts = [mismatch, *(each.doubt for each in tested)]
+    doubts = [(mismatch, Cause.TERMS), *((each.doubt, each.cause) for each in tested)]
+    if mismatch:
+        # Where other terms come and go, a factor that no rule counts may depend on them.
+        specs = tuple(
+            each if each.rules or each.how is not How.MEAN else replace(each, how=How.PLAIN) for each in specs
+        )
     if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
         # No hook separates them.
-        doubts.append("one learnt factor multiplies several of its terms, which need different weights")
+        doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
         specs = tuple(each if each.how is How.NUMBER else replace(each, how=How.PLAIN) for each in specs)
     if not compared.apart and sample_count(compared.whole.batch) > 1:
-        doubts.append("its micro-batches cannot be divided into samples, so coupled samples would not be detected")
+        doubt = "its micro-batches cannot be divided into samples, so coupled samples would not be detected"
+        doubts.append((doubt, None))
     if adds is How.PLAIN:
-        doubts.append("a part of the loss has no gradient; the log averages it over micro-batches")
-    return specs, next(filter(None, doubts), "")
+        doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", None))
+    return specs, *next((each for each in doubts if each[0]), ("", None))
 
 
 def _classes(candidate: Candidate, compared: Comparison) -> int:
@@ -368,7 +372,7 @@ def _matched(seen: Sequence[list[TermReading]], compared: Comparison) -> tuple[l
         ):
             found.append(_candidate(each, None, compared))
         else:
-            mismatch = f"the loss has {whole}, {one} and {other} terms {shape[0]} {OTHER_TERMS}"
+            mismatch = f"the loss has {whole}, {one} and {other} terms {shape[0]} in a batch and its parts"
             found += [
                 Candidate(TermSpec(shape, place, How.PLAIN), (term,) * 3, (), (term.value,) * 3, matched=False)
                 for place, term in enumerate(each[0])
@@ -431,8 +435,8 @@ def _candidate(terms: Sequence[Sequence[TermReading]], place: int | None, compar
     )
     if numbered:
         return Candidate(TermSpec(first[0].shape, place, How.NUMBER, tuple(numbered)), first, counts, sums)
-    how, count = (How.MEAN, counts[0]) if moving else (How.PLAIN, 1.0)
-    return Candidate(TermSpec(first[0].shape, place, how, tuple(moving), count=count), first, counts, sums)
+    spec = TermSpec(first[0].shape, place, How.MEAN if moving else How.PLAIN, tuple(moving))
+    return Candidate(replace(spec, counted=counts) if moving else spec, first, counts, sums)
 
 
 def _with_values(candidates: list[Candidate], readings: Sequence[Reading]) -> list[Candidate]:
@@ -463,7 +467,8 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
     tolerance = math.inf if compared.whole.drew or not compared.apart else compared.tolerance
     if spec.how is How.NUMBER:
         sums = [(value or 0.0) / seen.product(spec.counts) for value, seen in zip(values, candidate.seen, strict=True)]
-        return candidate.judged("" if not has_values or _adds_up(sums, tolerance) else _COUPLED)
+        adds_up = not has_values or _adds_up(sums, tolerance)
+        return candidate if adds_up else candidate.judged(_COUPLED, Cause.COUPLED)
     if spec.counts:
         return _tested_mean(candidate, compared, known, tolerance, alone=alone)
     is_same = has_values and values[0] == values[1] == values[2] and compared.are_distinct
@@ -490,7 +495,7 @@ def _given_counts(term: TermReading, batch: Mapping[str, Any]) -> Iterator[dict[
     for place, value in enumerate(term.factors):
         for rule in rules if term.term.factors[place].divides else ():
             if float(rule.count(batch)) == value:
-                yield {"counts": (place,), "rules": {rule: 1.0}, "count": value}
+                yield {"counts": (place,), "rules": {rule: 1.0}, "counted": (value,)}
 
 
 def _tested_mean(
@@ -527,16 +532,17 @@ def _tested_mean(
         # A mean times the samples of its batch is near a sum.
         multiplied = any(not whole.term.factors[at].divides for at in candidate.spec.counts)
         grows = multiplied and compared.apart and has_values and _growth([v or 0.0 for v in values], compared)[0]
-        return candidate.judged(f"a factor of {whole.name} {NO_COUNT}", how=How.PLAIN, grows=grows)
+        doubt = f"a factor of {whole.name} is neither a count nor a constant"
+        return candidate.judged(doubt, Cause.COUNT, how=How.PLAIN, grows=grows)
     if not whole.term.readable:
         return _unreadable(candidate, compared, tolerance)
     sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
     if has_values and not _adds_up(sums, tolerance):
         if compared.pads and rules:
-            return candidate.judged(_PADDED, rules=rules)
+            return candidate.judged(_PADDED, Cause.PADDING, rules=rules)
         # If stock divides it by the number, keep its weight by items.
         keeps = bool(compared.by_number and rules)
-        return candidate.judged(_COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules)
+        return candidate.judged(_COUPLED, Cause.COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules)
     doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
     shared = [
         [each.factors[at] for each in candidate.seen] for at in candidate.spec.counts if at < whole.term.path.above
@@ -565,7 +571,7 @@ def _rules_of(
 def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) -> Candidate:
     """A term whose divisor is hidden: use the first rule by which its parts add up to the whole."""
     name, values, batches = candidate.seen[0].name, candidate.values, compared.batches
-    doubt = f"the loss contains {name}, and {UNREADABLE}"
+    doubt, hidden = f"the loss contains {name}, and what is below it cannot be read", Cause.HIDDEN
     is_opaque = name.startswith(OPAQUE) and None not in values and compared.are_distinct
     for rule in dict.fromkeys(ways_of_counting(batches[0], compared.ignored)) if is_opaque else ():
         n = [float(rule.count(batch)) for batch in batches if rule.has_targets(batch)]
@@ -573,11 +579,9 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
             sums = [(value or 0.0) * count for value, count in zip(values, n, strict=True)]
             if _adds_up(sums, tolerance):
                 doubt = "" if name.startswith(DECLARED) else doubt
-                return candidate.judged(doubt, how=How.MEAN, counts=(), rules={rule: 1.0}, count=n[0])
-    if None in values:
-        return candidate.judged(doubt, how=How.PLAIN)
-    grows, shows = _growth([value or 0.0 for value in values], compared)
-    return candidate.judged(doubt, how=How.PLAIN, shows=shows, grows=grows)
+                return candidate.judged(doubt, hidden, how=How.MEAN, counts=(), rules={rule: 1.0}, counted=tuple(n))
+    grows, shows = (False, True) if None in values else _growth([value or 0.0 for value in values], compared)
+    return candidate.judged(doubt, hidden, how=How.PLAIN, shows=shows, grows=grows)
 
 
 def _growth(values: Sequence[float], compared: Comparison) -> tuple[bool, bool]:

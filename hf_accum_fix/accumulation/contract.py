@@ -34,6 +34,21 @@ class How(str, Enum):
     PLAIN = "neither a mean, nor a sum, nor a constant"
 
 
+class Cause(Enum):
+    """What a doubt about a loss comes from, so far as it says whether another split of the samples may remove it."""
+
+    COUNT = "a factor is neither a count nor a constant"
+    TERMS = "a batch and its parts have other terms"
+    PADDING = "padding, or coupled samples"
+    COUPLED = "coupled samples"
+    HIDDEN = "the graph hides it"
+
+    @property
+    def may_be_the_split(self) -> bool:
+        """Whether it may come from splitting rows that belong together."""
+        return self is not Cause.HIDDEN
+
+
 @dataclass(frozen=True)
 class TermSpec:
     """How one term of a loss is reduced, as observed in the first window.
@@ -45,7 +60,7 @@ class TermSpec:
         own: the places of a trainer's own division by the accumulation steps.
         classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
-        count: in the observed batch.
+        counted: the count in the observed batch and its parts, on every rank.
     """
 
     shape: tuple[Any, ...]
@@ -55,7 +70,7 @@ class TermSpec:
     own: tuple[int, ...] = ()
     classes: int = 0
     rules: Mapping[Items, float] = field(default_factory=dict)
-    count: float = 1.0
+    counted: tuple[float, ...] = (1.0,)
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -89,7 +104,7 @@ class TermSpec:
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
         counted_by = self.rule if self.how is not How.NUMBER else None
-        return (self.how, self.own, counted_by or self.count)
+        return (self.how, self.own, counted_by or self.counted)
 
 
 def router_loss(outputs: Any, name: str) -> Tensor | None:
@@ -126,6 +141,7 @@ class LossContract:
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
         by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
+        cause: what the doubt comes from, as far as splits of the samples show it.
         warms: a term was multiplied by zero, and may come later.
         weighted: its elements have weights of their own, which may be statistics of the batch.
         unseen: one of its terms was zero in every sample, so that coupled samples in it would not be detected.
@@ -152,6 +168,7 @@ class LossContract:
     takes_world_size: bool | None = None
     by_divisor: bool = False
     doubt: str = ""
+    cause: Cause | None = None
     warms: bool = False
     weighted: bool = False
     unseen: bool = False
@@ -238,7 +255,7 @@ class LossContract:
 
     def fitting_as_well(self, other: LossContract) -> LossContract:
         """With the rules that also counted each term in another batch: one that did not is no rule of it."""
-        counted = {each.form: each for each in other.terms if each.how is How.MEAN and each.count}
+        counted = {each.form: each for each in other.terms if each.how is How.MEAN and each.counted[0]}
         terms = (each if each.form not in counted else each.with_rules_of(counted[each.form]) for each in self.terms)
         return replace(self, terms=tuple(terms))
 

@@ -49,8 +49,9 @@ def matching_rules(
         if ratio and all(_is_close(n, max(ratio * m, least)) for n, m in zip(counts, by_rule, strict=True)):
             in_proportion[rule] = ratio
     found = {rule: 1.0 for rule, ratio in in_proportion.items() if _is_close(ratio, 1.0)}
-    if batches[1] is not batches[2]:
-        # Elements: several for each item, or several items for each.
+    if batches[1] is not batches[2] and all(counts):
+        # Elements: several for each item, or several items for each; a part without any leaves one number, which every
+        # rule is in proportion to.
         whole = {rule for rule, n in in_proportion.items() if any(_is_close(each, round(each)) for each in (n, 1 / n))}
         found |= {rule: ratio for rule, ratio in in_proportion.items() if rule in whole and rule not in found}
     mixed = None if found or given else _mixed(counts, batches)

@@ -245,7 +245,7 @@ class _Weighing:
         if rule is None and not part.is_corrected:
             rule = part.contract.items
         items = self._predicted(place, spec, rule)
-        predicted: Number = spec.count if items is None else items
+        predicted: Number = spec.counted[0] if items is None else items
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         divisor = _product(term, spec.counts) if spec.counts else predicted
         if not is_function and term.divides and _is_nan(divisor) and not _is_nan(term.factors[-1].value):
@@ -275,7 +275,7 @@ class _Weighing:
         if part.is_unpredicted(place):
             return left / own
         n_mean = part.means.get(place, None if rule is None else spec.scaled(part.means[rule]))
-        mean: Number = spec.count * left if n_mean is None else n_mean
+        mean: Number = spec.counted[0] * left if n_mean is None else n_mean
         # Without a correction at the end, weights have to use the predicted counts.
         count = divisor if part.is_corrected else predicted
         weight = mean / count if isinstance(count, Tensor) or count else math.inf

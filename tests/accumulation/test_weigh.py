@@ -132,7 +132,7 @@ CASES = [
     Case(
         "class weights, which no rule counts",
         lambda m, b, n: m.ce(b, weight=CLASSES),
-        (replace(CE, rules={}, count=2.5),),
+        (replace(CE, rules={}, counted=(2.5,)),),
     ),
     Case("by hand, without items in one", lambda m, b, n: m.masked(b), (BY_HAND,)),
     Case(
@@ -144,7 +144,7 @@ CASES = [
     Case(
         "by hand, which no rule counts",
         lambda m, b, n: (m.each(b) * b["mask"]).sum() / (0.3 * b["mask"].sum()),
-        (replace(BY_HAND, rules={}, count=0.9),),
+        (replace(BY_HAND, rules={}, counted=(0.9,)),),
         lambda m, b: m.masked(b) / 0.3,
     ),
     Case(

@@ -252,6 +252,8 @@ FOUND = EXACT | found("""
       tasks super-and-teacher-normalised no-mask rare 2x4 seed=25089
     two sums of one count, which is at least 1
       first-target r-drop right empty,alike 2x4 missing=4 seed=7560 declares-false loop
+    a count that one part alone has, which any rule is in proportion to
+      chosen r-drop names rare 3x3 seed=56438 declares-false even
 """)
 #: The same of two ranks.
 FOUND_ON_TWO = found("""
@@ -289,6 +291,12 @@ FOUND_ON_TWO = found("""
       number-of-tokens own-by-hand left rare 1x4 seed=62136
     a sum that comes back by turns
       sum super-and-teacher-alternating right ragged,whole,whole,alike 4x1 seed=10891
+    ranks that observed other terms, of a loss that keeps stock's scale
+      mean-of-texts own-texts other-labels empty 2x2 seed=64419 even
+    two terms that one rank counts alike, and no rule on both
+      mean-and-kind-later masked-in-prepare other-labels rare,rare,empty 2x2 seed=53876 declares-false
+    a term over the sum of all terms, of which some come and go
+      tasks super-and-teacher-normalised wide whole 2x2 seed=26826 declares-false
 """)
 
 
