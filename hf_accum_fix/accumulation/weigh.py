@@ -202,8 +202,7 @@ class _Weighing:
         """
         if not found:
             if spec.how is How.MEAN:
-                items = self._predicted(place, spec, spec.rule)
-                self.part.note(place, 0.0, 0.0 if items is None or self.zero_weight else items)
+                self.part.note(place, 0.0, self._planned(self._items(place, spec), spec))
             elif spec.how in (How.CONSTANT, How.ROUTER) and not self.zero_weight:
                 self.part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
             return []
@@ -241,10 +240,7 @@ class _Weighing:
 
     def _of_mean(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Number:
         """What to divide a mean by; its own divisor is noted."""
-        part, term, rule = self.part, found[0], spec.rule
-        if rule is None and not part.is_corrected:
-            rule = part.contract.items
-        items = self._predicted(place, spec, rule)
+        part, term, rule, items = self.part, found[0], self._rule(spec), self._items(place, spec)
         predicted: Number = spec.counted[0] if items is None else items
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         divisor = _product(term, spec.counts) if spec.counts else predicted
@@ -263,9 +259,8 @@ class _Weighing:
             seen = seen if float(rule.count(self.inputs)) else 0.0
         elif not is_function and spec.counts:
             seen = self._clamped(seen, found, rule, items, predicted)
-        noted = (0.0, 0.0) if self.zero_weight else (seen, predicted)
-        part.note(place, *noted)
-        if term.rows and differ(*noted):
+        part.note(place, 0.0 if self.zero_weight else seen, self._planned(items, spec))
+        if term.rows and not self.zero_weight and differ(seen, predicted):
             part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
             if each.path.learnt or not is_function:
@@ -281,9 +276,18 @@ class _Weighing:
         weight = mean / count if isinstance(count, Tensor) or count else math.inf
         return weight / own if spec.own else weight
 
-    def _predicted(self, place: int, spec: TermSpec, rule: Items | None) -> Tensor | None:
+    def _rule(self, spec: TermSpec) -> Items | None:
+        """The rule that predicts a mean; None: none does, and the window is corrected."""
+        return self.part.contract.items if spec.rule is None and not self.part.is_corrected else spec.rule
+
+    def _items(self, place: int, spec: TermSpec) -> Tensor | None:
         """The count of a term; None: nothing counts it."""
+        rule = self._rule(spec)
         return self.items.get(place, None if rule is None else spec.scaled(self.items[rule]))
+
+    def _planned(self, items: Tensor | None, spec: TermSpec) -> Number:
+        """What this micro-batch adds to N as planned: as much as the observed batch, where nothing counts it."""
+        return spec.counted[0] if items is None else 0.0 if self.zero_weight else items
 
     def _clamped(
         self, seen: Number, found: Sequence[Term], rule: Items | None, items: Tensor | None, by_rule: Number
