@@ -256,10 +256,12 @@ def _specs(
 
 def _classes(candidate: Candidate, compared: Comparison) -> int:
     """The classes of a cross entropy that every micro-batch has; 0: positions are its classes, or torch hides them."""
-    found = {each.classes for each in candidate.seen}
-    widths = {value.shape[1] for value in compared.whole.batch.values() if isinstance(value, Tensor) and value.ndim > 1}
+    found, *others = [each.classes for each in candidate.seen]
+    widths = [
+        {x.shape[1] for x in batch.values() if isinstance(x, Tensor) and x.ndim > 1} for batch in compared.batches
+    ]
     is_shown = hasattr(candidate.seen[0].term.leaf, "_input_metadata")
-    return found.pop() if is_shown and len(found) == 1 and not found & widths else 0
+    return found if is_shown and {*others} == {found} and not all(found in each for each in widths) else 0
 
 
 def _rules_of_number(
@@ -484,18 +486,26 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
     shows = 0.0 not in values
     may_add_up = has_values and compared.apart and not (whole.term.rows or are_means)
     if may_add_up and (shows or not whole.factors) and _adds_up([v or 0.0 for v in values], min(tolerance, 0.2)):
-        given = next(_given_counts(whole, compared.whole.batch), None)
+        given = next(_given_counts(whole, compared), None)
         return candidate.judged(how=How.SUM) if given is None else candidate.judged(how=How.MEAN, **given)
     return candidate.judged(f"{whole.name} is {How.PLAIN.value}", shows=shows)
 
 
-def _given_counts(term: TermReading, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """How a term is divided by a number among the inputs, which is a count that the parts of a batch do not show."""
+def _given_counts(term: TermReading, compared: Comparison) -> Iterator[dict[str, Any]]:
+    """How a term is divided by a number among the inputs, which is a count that the parts of a batch do not show.
+
+    A Python number that no micro-batch has another of may as well be a coefficient.
+    """
+    batch = compared.whole.batch
     rules = [rule for rule in (Items((key,), given=True) for key in batch) if rule.has_targets(batch)]
-    for place, value in enumerate(term.factors):
-        for rule in rules if term.term.factors[place].divides else ():
-            if float(rule.count(batch)) == value:
-                yield {"counts": (place,), "rules": {rule: 1.0}, "counted": (value,)}
+    for place, (value, factor) in enumerate(zip(term.factors, term.term.factors, strict=True)):
+        for rule in (rule for rule in rules if factor.divides and float(rule.count(batch)) == value):
+            given = batch[rule.keys[0]]
+            is_given = isinstance(given, Tensor) and given.data_ptr() == factor.memory
+            varies = len({float(rule.count(each)) for each in compared.window if rule.has_targets(each)}) > 1
+            doubt = f"its divisor {value:g} may be a constant, or the input {rule.keys[0]!r}"
+            doubt = "" if is_given or varies else doubt
+            yield {"doubt": doubt, "counts": (place,), "rules": {rule: 1.0}, "counted": (value,)}
 
 
 def _tested_mean(

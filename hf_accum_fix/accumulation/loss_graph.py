@@ -57,12 +57,13 @@ class Factor(NamedTuple):
     """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
 
     ``node``: the product or quotient with a learnt number: a parameter, or a function of parameters; None: the number
-    has no gradient.
+    has no gradient. ``memory``: the address of a tensor on the CPU.
     """
 
     value: Tensor | float
     divides: bool = False
     node: Any = None
+    memory: int = 0
 
     @property
     def learnt(self) -> bool:
@@ -71,8 +72,9 @@ class Factor(NamedTuple):
 
     def on_host(self) -> Factor:
         """With a Python number for one on the CPU."""
-        is_known = isinstance(self.value, Tensor) and self.value.ndim == 0 and self.value.is_cpu
-        return self._replace(value=float(self.value)) if is_known else self
+        if not isinstance(self.value, Tensor) or self.value.ndim > 0 or not self.value.is_cpu:
+            return self
+        return self._replace(value=float(self.value), memory=self.value.data_ptr())
 
 
 #: A node, and the index of its input.

@@ -171,6 +171,23 @@ def test_what_cannot_be_read_and_grows_with_the_batch_keeps_stocks_scale(loss: L
     assert found.keeps_scale is grows
 
 
+@pytest.mark.parametrize(
+    ("numbers", "loss", "is_exact"),
+    [
+        ((2, 3), lambda m, b, n: ce(m, b, reduction="sum") / b["ntokens"], True),
+        ((2, 2), lambda m, b, n: ce(m, b, reduction="sum") / 2, False),
+        ((torch.tensor(2.0), torch.tensor(2.0)), lambda m, b, n: ce(m, b, reduction="sum") / b["ntokens"], True),
+        ((torch.tensor(2.0), torch.tensor(2.0)), lambda m, b, n: ce(m, b, reduction="sum") / 2, False),
+    ],
+    ids=["varies", "may-be-a-constant", "is-the-input", "equals-the-input"],
+)
+def test_a_number_among_the_inputs_that_divides_a_sum(numbers: tuple[Any, ...], loss: Loss, is_exact: bool) -> None:
+    batches = [{**batch, "ntokens": number} for batch, number in zip(window(4, 4), numbers, strict=True)]
+    found, _ = observed(loss, Setting(), batches)
+    assert found.reduction is MEAN and "ntokens" in str(found.items)
+    assert found.exact == is_exact and ("may be a constant" in found.doubt) != is_exact
+
+
 def test_samples_that_are_coupled_are_named() -> None:
     found, _ = observed(contrastive, Setting(), window(3, 1))
     assert found.reduction is PLAIN and not found.exact
