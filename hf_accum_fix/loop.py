@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -42,15 +42,16 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
 from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
-from hf_accum_fix.accumulation.weigh import unlike_declared
+from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
 from hf_accum_fix.core.contracts import remarks
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, options_from, shows_options
@@ -200,6 +201,8 @@ class AccumulationWindow:
     def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
         self.batches, self._host, self._begun = batches, host, 0
         self._window: Window | None = None
+        #: In the open micro-batch: it has a loss; `accelerator.backward` runs; a backward has reached the loss.
+        self._has_loss = self._in_engine = self._ran = False
 
     def __len__(self) -> int:
         """G, the micro-batches of this window."""
@@ -217,17 +220,21 @@ class AccumulationWindow:
             model: as it is trained, prepared by accelerate or wrapped in DistributedDataParallel.
 
         Raises:
-            SeamError: if it is entered more often than the window has micro-batches.
+            SeamError: if it is entered more often than the window has micro-batches, or its loss runs backward without
+                the accelerator, which divides it.
         """
         host, self._begun = self._host, self._begun + 1
+        self._has_loss = self._in_engine = self._ran = False
         if self._begun > len(self):
             raise SeamError(
                 f"got micro_batch() {self._begun} times in a window of {len(self)} micro-batches; "
                 "expected once for each; enter it around one forward and backward"
             )
         last = self._begun == len(self)
-        with reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
+        with self._watched(), reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
             yield
+        if self._has_loss and not self._ran:
+            host.report_inexact("the backward of one of its losses was skipped, or ran outside of micro_batch()")
         if self._window is not None:
             self._window.done = self._begun
             if last:
@@ -258,8 +265,7 @@ class AccumulationWindow:
             else:
                 loss, _ = run_by_rule(part, batch, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
-        window.add(weighed.value)
-        return weighed.loss
+        return self._added(window, weighed)
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
         """Scale a custom loss, reduced as in the given contract, for ``backward``.
@@ -286,8 +292,7 @@ class AccumulationWindow:
             *_, ratio = scale_of(part, batch, items, own_loss=True)
             loss = loss if ratio is None else scale_mean(loss, ratio)
         weighed = window.average(loss)
-        window.add(weighed.value)
-        return weighed.loss
+        return self._added(window, weighed)
 
     @property
     def mean_items(self) -> Tensor:
@@ -313,6 +318,37 @@ class AccumulationWindow:
             raise SeamError("got mean_loss() before any loss of this window; call it after loss() or scale()")
         loss = self._window.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world_size
+
+    def _added(self, window: Window, weighed: Weighed) -> Tensor:
+        """A loss for backward, added to the window's."""
+        window.add(weighed.value)
+        if weighed.loss.requires_grad:
+            self._has_loss = True
+            weighed.loss.register_hook(self._reached)  # type: ignore[no-untyped-call]
+        return weighed.loss
+
+    def _reached(self, _: Tensor) -> None:
+        """A hook on the loss, in its backward."""
+        self._ran = True
+        divisor = engine_divisor(self._host.accelerator)
+        if divisor != 1 and not self._in_engine:
+            raise SeamError(
+                f"got loss.backward() on a loss that accelerator.backward(loss) divides by {divisor}; expected the "
+                "latter; call it, or pass steps=G and no accelerator"
+            )
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """Around a micro-batch, to see whether the accelerator runs its backward."""
+        accelerator = self._host.accelerator
+        if accelerator is None:
+            return nullcontext()
+        original = accelerator.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with overridden(self, "_in_engine", True):
+                return original(*args, **kwargs)
+
+        return overridden(accelerator, "backward", backward)
 
     def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""

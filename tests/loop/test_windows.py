@@ -311,3 +311,24 @@ def test_steps_are_positive(steps: Any) -> None:
 def test_steps_or_an_accelerator() -> None:
     with pytest.raises(OptionsError, match="steps=G"):
         accumulation_windows([])
+
+
+def accumulating(backward: Any) -> None:
+    """A window of four micro-batches with an accelerator; ``backward``: (accelerator, loss, its place) -> None."""
+    head, live = LOOPED["no-kwargs"], accelerator(4)
+    model = head.build()
+    for window in accumulation_windows(own_batches(head, head.samples, 2), live):
+        for place, batch in enumerate(window):
+            with window.micro_batch(model):
+                backward(live, window.loss(model, batch), place)
+
+
+def test_a_backward_without_the_accelerator_is_refused() -> None:
+    """Its division by G would be missing."""
+    with pytest.raises(SeamError, match="divides by 4"):
+        accumulating(lambda live, loss, place: loss.backward())
+
+
+def test_a_skipped_backward_is_said(said: Said) -> None:
+    accumulating(lambda live, loss, place: None if place == 1 else live.backward(loss))
+    assert len(said("backward of one of its losses was skipped")) == 1
