@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -59,60 +61,110 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     Rows of its most informative micro-batch, first as narrow as they are; several micro-batches and the batch of all;
     rows in two or three blocks, one of each a sample (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
     """
-    ordered = sorted(window, key=_informative, reverse=True)
-    batch, rows = ordered[0], sample_count(ordered[0])
-    # If a column names tasks, observe them together.
-    unseen = _unseen(window, batch)
-    # The least similar one with targets comes first.
-    others = [each for each in reversed(ordered[1:]) if _informative(each)[0] or unseen & _marks(each)] or ordered[1:]
-    # One of another width shows whether the loss depends on padding.
-    others.sort(key=lambda each: -len(_widths(batch) ^ _widths(each)))
-    of_task = max(others, key=lambda each: len(unseen & _marks(each)), default=batch) if unseen else batch
-    alike = [batch, *(each for each in others if sample_count(each) == rows)]
-    if by_row := rows > 1 and _divides(batch, rows):
-        more = [*others[:1], *(each for each in [of_task] if not any(each is other for other in (batch, *others[:1])))]
-        whole = _all_joined([batch, *more]) if unseen or rows < _ENOUGH else batch
-        if more and whole is not None and whole is not batch and _divides(whole, sample_count(whole)):
-            narrowed = [*_narrowed(whole, kind="narrowed", narrowed=True, tasks=bool(unseen))]
-            if _widths(batch) ^ _widths(others[0]) and not any(each.pads for each in narrowed):
-                # No mask shows where samples end.
-                rest = _all_joined(more)
-                assert rest is not None
-                narrowed = [Split(whole, batch, rest, kind="narrowed", narrowed=True, tasks=bool(unseen))]
-            yield from narrowed
-        else:
-            yield from (each for each in _narrowed(batch, kind="narrowed", narrowed=True) if each.pads)
-        yield from _of_one_kind("rows", (_one_row(batch, row) for row in _with_unlike(batch, _least_row(batch, rows))))
-    if rows == 1:
-        yield from _of_several(batch, others)
-    # The last one is most similar, so a sum over tasks has fewer terms there.
-    for other in () if by_row else others[:: max(len(others) - 1, 1)]:
-        if (both := _joined(batch, other)) is not None:
-            yield Split(both, batch, other, tasks=bool(unseen & _marks(other)), kind="micro-batches")
-    # Rows that belong together in groups.
-    by_rows = [each for each in alike if by_row and _divides(each, rows)]
-    for size in (size for size in range(2, rows // 2 + 1) if rows % size == 0):
-        divided = (_divided(each, [row // size for row in range(rows)]) for each in by_rows)
-        yield from _of_one_kind(f"groups of {size}", divided)
-    blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
-    for number in blocks:
-        # A row of every block is a pair (DPO), or a triple (TPO).
-        height = rows // number
-        flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
-        in_blocks = [each for each in flat if _divides(each, rows, height)]
-        if height > 1 and in_blocks and in_blocks[0] is batch:
-            divided = (_divided(each, [row % height for row in range(rows)], height) for each in in_blocks)
-            yield from _of_one_kind(f"{number} blocks", divided)
-    for kind, fits in (("merged", not unseen), ("interleaved", bool(blocks))):
-        if by_row and fits:
-            joined = ((_joined(batch, other, interleaved=kind == "interleaved"), other) for other in others)
-            # Where rows alone cannot be run, these are all that shows coupled samples.
-            yield from _of_one_kind(kind, ((both, batch, other) for both, other in joined if both is not None), 3)
+    samples = _Samples.of(window)
+    if samples.by_row:
+        yield from samples.rows_alone()
+    yield from samples.micro_batches()
+    yield from samples.groups()
+    batch, others = samples.batch, samples.others
     if (twice := _joined(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
         yield Split(twice, batch, batch)
     one, other, *_ = (*others, batch, batch)
-    for together in ((batch, one, other), *((each, each, each) for each in ordered)):
+    for together in ((batch, one, other), *((each, each, each) for each in samples.ordered)):
         yield Split(*together, apart=False)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The samples of a window.
+
+    Attributes:
+        ordered: its micro-batches, the most informative first.
+        others: all but the first, the least similar to it first.
+        unseen: values that only these have, of a column that may name tasks.
+    """
+
+    ordered: Sequence[Batch]
+    others: Sequence[Batch]
+    unseen: set[tuple[str, float]]
+
+    @classmethod
+    def of(cls, window: Sequence[Batch]) -> _Samples:
+        """The samples of these micro-batches."""
+        batch, *rest = ordered = sorted(window, key=_informative, reverse=True)
+        unseen = _unseen(window, batch)
+        others = [each for each in reversed(rest) if _informative(each)[0] or unseen & _marks(each)] or rest
+        # One of another width shows whether the loss depends on padding.
+        others.sort(key=lambda each: -len(_widths(batch) ^ _widths(each)))
+        return cls(ordered, others, unseen)
+
+    @property
+    def batch(self) -> Batch:
+        """The most informative micro-batch."""
+        return self.ordered[0]
+
+    @property
+    def rows(self) -> int:
+        """Its samples."""
+        return sample_count(self.batch)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether it can be split by rows."""
+        return self.rows > 1 and _divides(self.batch, self.rows)
+
+    def rows_alone(self) -> Iterator[Split]:
+        """One row and all others, first as narrow as they are."""
+        batch, others, tasks = self.batch, self.others, bool(self.unseen)
+        narrowed = partial(_narrowed, kind="narrowed", narrowed=True)
+        # If a column names tasks, they are observed together.
+        of_task = max(others, key=lambda each: len(self.unseen & _marks(each)), default=batch) if tasks else batch
+        more = [*others[:1], *(each for each in [of_task] if not any(each is other for other in (batch, *others[:1])))]
+        whole = _all_joined([batch, *more]) if tasks or self.rows < _ENOUGH else batch
+        if more and whole is not None and whole is not batch and _divides(whole, sample_count(whole)):
+            found = [*narrowed(whole, tasks=tasks)]
+            if _widths(batch) ^ _widths(others[0]) and not any(each.pads for each in found):
+                # No mask shows where samples end.
+                rest = _all_joined(more)
+                assert rest is not None
+                found = [Split(whole, batch, rest, kind="narrowed", narrowed=True, tasks=tasks)]
+            yield from found
+        else:
+            yield from (each for each in narrowed(batch) if each.pads)
+        rows = _with_unlike(batch, _least_row(batch, self.rows))
+        yield from _of_one_kind("rows", (_one_row(batch, row) for row in rows))
+
+    def micro_batches(self) -> Iterator[Split]:
+        """Several micro-batches and the batch of all, where one has no rows to split."""
+        if self.rows == 1:
+            yield from _of_several(self.batch, self.others)
+        # The last one is most similar, so a sum over tasks has fewer terms there.
+        for other in () if self.by_row else self.others[:: max(len(self.others) - 1, 1)]:
+            if (both := _joined(self.batch, other)) is not None:
+                yield Split(both, self.batch, other, tasks=bool(self.unseen & _marks(other)), kind="micro-batches")
+
+    def groups(self) -> Iterator[Split]:
+        """Rows that belong together: next to one another, in blocks, or with those of another micro-batch."""
+        batch, rows = self.batch, self.rows
+        alike = [batch, *(each for each in self.others if sample_count(each) == rows)]
+        by_rows = [each for each in alike if self.by_row and _divides(each, rows)]
+        for size in (size for size in range(2, rows // 2 + 1) if rows % size == 0):
+            divided = (_divided(each, [row // size for row in range(rows)]) for each in by_rows)
+            yield from _of_one_kind(f"groups of {size}", divided)
+        blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
+        for number in blocks:
+            # A row of every block is a pair (DPO), or a triple (TPO).
+            height = rows // number
+            flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
+            in_blocks = [each for each in flat if _divides(each, rows, height)]
+            if height > 1 and in_blocks and in_blocks[0] is batch:
+                divided = (_divided(each, [row % height for row in range(rows)], height) for each in in_blocks)
+                yield from _of_one_kind(f"{number} blocks", divided)
+        for kind, fits in (("merged", not self.unseen), ("interleaved", bool(blocks))):
+            if self.by_row and fits:
+                joined = ((_joined(batch, other, interleaved=kind == "interleaved"), other) for other in self.others)
+                # Where rows alone cannot be run, these are all that shows coupled samples.
+                yield from _of_one_kind(kind, ((both, batch, other) for both, other in joined if both is not None), 3)
 
 
 def _of_one_kind(kind: str, found: Iterable[Parts], most: int = 2) -> Iterator[Split]:
