@@ -72,6 +72,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     for each in pool[1:]:
         both = zip(terms, each.terms, strict=True)
         terms = tuple(replace(a.with_rules_of(b), counted=a.counted + b.counted) for a, b in both)
+    if any(not term.rules and all(each.terms[at].rules for each in pool) for at, term in enumerate(terms)):
+        doubt = doubt or "it counts other items on another rank, and may be of another task there"
     of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)

@@ -299,6 +299,8 @@ FOUND_ON_TWO = found("""
       mean-and-kind-later masked-in-prepare other-labels rare,rare,empty 2x2 seed=53876 declares-false
     a term over the sum of all terms, of which some come and go
       tasks super-and-teacher-normalised wide whole 2x2 seed=26826 declares-false
+    a task on either rank
+      tasks models-own-where-number right ragged 1x4 seed=38456
 """)
 
 
