@@ -115,12 +115,17 @@ def weigh(
 def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor]) -> str:
     """How the graph of a loss of n ``items`` contradicts the contract given for it, in words; empty: it does not."""
     terms, reduction, rule = read(loss), part.contract.reduction, part.contract.items
-    if reduction not in (Reduction.MEAN, Reduction.NUMBER) or not terms:
+    if reduction is Reduction.SUM:
+        # A mean times its items is a sum.
+        means = (each.name for each in terms if each.divides and all(factor.divides for factor in each.factors))
+        return next((f"is a mean by {name}" for name in means), "")
+    if reduction is Reduction.PLAIN or not terms:
         return ""
     if len(terms) > 1:
         return f"is a sum of {len(terms)} terms"
     assert rule is not None
     term, count = terms[0], items[rule] if reduction is Reduction.MEAN else part.mean
+    count = count.floor() if reduction is Reduction.INTEGER else count
     if not term.readable:
         # A custom autograd function cannot be read.
         is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)

@@ -332,3 +332,30 @@ def test_a_backward_without_the_accelerator_is_refused() -> None:
 def test_a_skipped_backward_is_said(said: Said) -> None:
     accumulating(lambda live, loss, place: None if place == 1 else live.backward(loss))
     assert len(said("backward of one of its losses was skipped")) == 1
+
+
+@pytest.mark.parametrize(
+    ("reduction", "given", "is_said"),
+    [
+        (Reduction.SUM, "mean", True),
+        (Reduction.SUM, "sum", False),
+        (Reduction.INTEGER, "mean", True),
+        (Reduction.INTEGER, "integer", False),
+        (Reduction.NUMBER, "mean", True),
+        (Reduction.MEAN, "sum", False),
+    ],
+)
+def test_a_contract_that_the_graph_contradicts_is_said(
+    reduction: Reduction, given: str, is_said: bool, said: Said
+) -> None:
+    """A sum given as a mean over items may be divided below; what a contract cannot be is a mean over other items."""
+    model, sizes = nn.Linear(4, 1, bias=False), (3, 2, 2)
+    batches = [{"inputs": torch.randn(n, 4), "targets": torch.randn(n)} for n in sizes]
+    contract = LossContract(reduction, Items(("targets",), ignore_index=None))
+    for window in accumulation_windows(batches, steps=3, contract=contract):
+        for batch in window:
+            with window.micro_batch(model):
+                scores = batch["inputs"] @ model.weight[0]
+                loss = F.mse_loss(scores, batch["targets"], reduction="mean" if given == "mean" else "sum")
+                window.scale(loss / int(window.mean_items) if given == "integer" else loss, batch).backward()
+    assert bool(said("scale(): got a loss that")) == is_said
