@@ -32,11 +32,7 @@ class Choice:
     _of_kind: dict[str, tuple[LossContract, Reading]] = field(default_factory=dict)
     _kind: str = ""
     #: What every split shows.
-    _seen: list[LossContract] = field(default_factory=list)
-    #: Splits with samples of other micro-batches, or less padding, in which the terms did not add up.
-    _open: set[str] = field(default_factory=set)
-    #: How the parts of such a split had other terms than the whole, in words.
-    _varies: str = ""
+    _seen: list[tuple[Split, LossContract]] = field(default_factory=list)
     #: Kinds of splits that a divisor tells of, which come first; the splits that they have overtaken.
     _likely: set[str] = field(default_factory=set)
     _waiting: list[Split] = field(default_factory=list)
@@ -47,15 +43,11 @@ class Choice:
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""
-        self._seen.append(latest)
+        self._seen.append((split, latest))
         if _may_be_the_split(latest):
             self._likely |= _groupings(whole)
-        has_doubt = bool(latest.doubt) and latest.cause not in (Cause.TERMS, Cause.HIDDEN)
-        if split.narrowed and (has_doubt or not _is_clear(latest, split)):
+        if split.narrowed and (_does_not_add_up(latest) or not _is_clear(latest, split)):
             # Splits of one micro-batch, as wide as it is, show whether its rows belong together.
-            if has_doubt:
-                self._open.add(split.kind)
-            self._varies = latest.doubt if latest.cause is Cause.TERMS else self._varies
             return False
         if split.kind:
             latest, whole = self._of_kind[split.kind] = _of_one_kind(self._of_kind.get(split.kind), latest, whole)
@@ -76,7 +68,8 @@ class Choice:
 
     def is_decided(self, kind: str) -> bool:
         """Whether another split of this kind would change nothing, since one has shown that the split matters."""
-        return kind in self._open or (kind in self._of_kind and _may_be_the_split(self._of_kind[kind][0]))
+        shown = kind in self._of_kind and _may_be_the_split(self._of_kind[kind][0])
+        return shown or any(split.kind == kind and _does_not_add_up(each) for split, each in self._narrowed)
 
     def following(self, left: Iterator[Split]) -> Split | None:
         """Of the splits left the next; first those of the groups of rows that a term's divisor tells of."""
@@ -93,27 +86,39 @@ class Choice:
         """Whether the next split, which cannot show coupled samples, would show nothing new."""
         return self.found is not None and not following.shows_coupling and _has_shown(self.found)
 
+    @property
+    def _narrowed(self) -> list[tuple[Split, LossContract]]:
+        """What splits with samples of other micro-batches, or less padding, have shown."""
+        return [(split, each) for split, each in self._seen if split.narrowed]
+
     def made(self) -> tuple[LossContract, Reading]:
         """The contract, and the forward it was concluded from; raises the error of the splits if none was run."""
         if self.found is None or self.whole is None:
             assert self.failure is not None
             raise self.failure
         found = self.found
-        for each in self._seen:
+        for _, each in self._seen:
             found = found.fitting_as_well(each)
         # Of some samples the loss was zero, or not finite: another window may show more.
-        is_blank = any(not each.conclusive and each.reason != NO_TARGET_SEEN for each in self._seen)
+        is_blank = any(not each.conclusive and each.reason != NO_TARGET_SEEN for _, each in self._seen)
         found = replace(found, unseen=found.unseen or (found.conclusive and is_blank))
-        if self._varies and found.exact and found.is_guess:
+        varies = (each.doubt for split, each in self._narrowed if each.cause is Cause.TERMS and not split.tasks)
+        if found.exact and found.is_guess:
             # As many in fewer samples, which no rule confirms.
-            found = replace(found, doubt=self._varies)
+            found = replace(found, doubt=next(varies, ""))
+        is_open = any(_does_not_add_up(each) for _, each in self._narrowed)
         # If rows belong together, that was the cause.
-        if self._open and found.exact and self._kind in ("narrowed", "rows"):
+        if is_open and found.exact and self._kind in ("narrowed", "rows"):
             found = replace(found, doubt=_OF_ONE)
             if found.reduction is Reduction.SUM:
                 terms = tuple(replace(each, how=How.PLAIN) for each in found.terms)
                 found = replace(found, reduction=Reduction.PLAIN, terms=terms, reason=_OF_ONE)
         return found, self.whole
+
+
+def _does_not_add_up(found: LossContract) -> bool:
+    """Whether a split has shown terms that do not add up, and not only other ones."""
+    return bool(found.doubt) and found.cause not in (Cause.TERMS, Cause.HIDDEN)
 
 
 def _is_clear(found: LossContract, split: Split) -> bool:

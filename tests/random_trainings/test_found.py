@@ -256,6 +256,8 @@ FOUND = EXACT | found("""
       first-target r-drop right empty,alike 2x4 missing=4 seed=7560 declares-false loop
     a count that one part alone has, which any rule is in proportion to
       chosen r-drop names rare 3x3 seed=56438 declares-false even
+    a task of which one sample alone has a target
+      tasks half right empty 1x8 seed=43295 declares-false even
 """)
 #: The same of two ranks.
 FOUND_ON_TWO = found("""
