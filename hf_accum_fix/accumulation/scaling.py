@@ -64,11 +64,13 @@ def run_by_rule(
 
 
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:
-    """The loss that a model returned: its output ``loss``, or the first.
+    """The loss that a model returned: alone, as its output ``loss``, or the first.
 
     Raises:
         ContractError: if its outputs are named and none is the loss.
     """
+    if isinstance(outputs, Tensor) and outputs.ndim == 0:
+        return outputs
     if isinstance(outputs, Mapping) and "loss" not in outputs:
         raise ContractError(
             f"{type(model).__name__}: got outputs {sorted(outputs)} without a loss, from the inputs {sorted(inputs)}; "

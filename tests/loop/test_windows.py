@@ -313,9 +313,9 @@ def test_steps_or_an_accelerator() -> None:
         accumulation_windows([])
 
 
-def accumulating(backward: Any) -> None:
-    """A window of four micro-batches with an accelerator; ``backward``: (accelerator, loss, its place) -> None."""
-    head, live = LOOPED["no-kwargs"], accelerator(4)
+def accumulating(backward: Any, steps: int = 4) -> None:
+    """Windows of micro-batches with an accelerator; ``backward``: (accelerator, loss, its place) -> None."""
+    head, live = LOOPED["no-kwargs"], accelerator(steps)
     model = head.build()
     for window in accumulation_windows(own_batches(head, head.samples, 2), live):
         for place, batch in enumerate(window):
@@ -327,6 +327,32 @@ def test_a_backward_without_the_accelerator_is_refused() -> None:
     """Its division by G would be missing."""
     with pytest.raises(SeamError, match="divides by 4"):
         accumulating(lambda live, loss, place: loss.backward())
+
+
+def test_accumulate_inside_a_micro_batch_is_refused() -> None:
+    """It chooses by a count of its own where the optimizer steps."""
+
+    def backward(live: Any, loss: Tensor, place: int) -> None:
+        with live.accumulate(nn.Linear(1, 1)):
+            live.backward(loss)
+
+    # They agree in full windows, and the second one is short.
+    with pytest.raises(SeamError, match="remove accumulate"):
+        accumulating(lambda live, loss, place: backward(live, loss, place), steps=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda loss: loss / 4, "multiplied by 0.25"),
+        (lambda loss: loss + torch.ones(2, requires_grad=True).square().mean(), "MeanBackward0 was added"),
+        (lambda loss: loss, ""),
+    ],
+    ids=["divided", "a-term-more", "as-it-is"],
+)
+def test_what_a_loop_makes_of_its_loss_is_said(change: Any, words: str, said: Said) -> None:
+    accumulating(lambda live, loss, place: live.backward(change(loss)))
+    assert len(said(words or "is not exact")) == bool(words)
 
 
 def test_a_skipped_backward_is_said(said: Said) -> None:
