@@ -30,9 +30,11 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import (
+    decoder_pad,
     has_z_loss,
     inside_ddp,
     is_compiled,
@@ -138,8 +140,11 @@ class LoopHost(Host):
             )
 
     def observe(self, batches: Sequence[Batch], number: Any) -> LossContract | None:
+        # A model may run collectives.
+        gather = self.gather if self.world_size > 1 else None
         if (model := self.model) is None or not batches:
-            return None
+            with SyncedRanks(gather):
+                return None
         bare = self.bare(model)
         required = self.passes_number and requires_number(bare)
         setting = Setting(
@@ -149,10 +154,10 @@ class LoopHost(Host):
             world_size=self.world_size,
             rounded=products_are_rounded(model) or getattr(self.accelerator, "mixed_precision", "no") != "no",
             has_z_loss=has_z_loss(bare),
+            decoder_pad=decoder_pad(bare),
         )
         with self.loss_run(batches) as loss:
-            # Every forward of a sharded model is a collective.
-            found = observe(loss, batches, setting, self.gather if self.shards else None)
+            found = observe(loss, batches, setting, gather)
         return found.by_rule() if is_compiled(model) else found
 
     @contextmanager

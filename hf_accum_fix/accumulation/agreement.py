@@ -56,7 +56,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
     keeps = any(each.keeps_scale for each in pool)
     if any(not _are_one_loss(first, each) for each in pool[1:]):
-        by_rank = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
+        by_rank = "; ".join(f"rank {rank}: {each}; {len(each.terms)} terms" for rank, each in enumerate(ranks))
         if conclusive and len({(each.reduction, each.custom) for each in pool}) > 1:
             raise ContractError(
                 f"got different losses on the ranks ({by_rank}); expected the same loss on all; look at what differs "

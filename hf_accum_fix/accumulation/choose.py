@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction
 from hf_accum_fix.accumulation.items import sample_count
+from hf_accum_fix.accumulation.loss_graph import picks_elements
 from hf_accum_fix.accumulation.reading import Reading
 from hf_accum_fix.accumulation.samples import Split
 
@@ -64,7 +65,13 @@ class Choice:
         self.found = found
         # If a split failed, one of another kind may look clear; weights may be statistics of the batch.
         decides = decides or not (self.failure or found.weighted)
-        return self.sharded or (decides and _is_clear(found, split))
+        is_enough = decides and _is_clear(found, split)
+        halves = f"groups of {sample_count(whole.batch) // 2}"
+        if is_enough and found.is_guess and found.weighted and halves not in self._likely:
+            # A rank in the batch may hide from a row alone, and not from halves.
+            self._likely.add(halves)
+            is_enough = False
+        return self.sharded or is_enough
 
     def is_decided(self, kind: str) -> bool:
         """Whether another split of this kind would change nothing, since one has shown that the split matters."""
@@ -107,8 +114,12 @@ class Choice:
             # As many in fewer samples, which no rule confirms.
             found = replace(found, doubt=next(varies, ""))
         is_open = any(_does_not_add_up(each) for _, each in self._narrowed)
+        in_groups = (each for split, each in self._seen if split.kind.startswith("groups"))
+        if found.exact and found.is_guess and any(map(_does_not_add_up, in_groups)):
+            found = replace(found, doubt="its terms add up in one split of its samples, and not in another")
         # If rows belong together, that was the cause.
-        if is_open and found.exact and self._kind in ("narrowed", "rows"):
+        picks = any(picks_elements(each.term.leaf) for each in self.whole.terms)
+        if is_open and found.exact and (picks or self._kind in ("narrowed", "rows")):
             found = replace(found, doubt=_OF_ONE)
             if found.reduction is Reduction.SUM:
                 terms = tuple(replace(each, how=How.PLAIN) for each in found.terms)

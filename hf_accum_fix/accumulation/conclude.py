@@ -13,7 +13,13 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items, sample_count
-from hf_accum_fix.accumulation.loss_graph import holds_layers, ignored_index, weights_elements
+from hf_accum_fix.accumulation.loss_graph import (
+    holds_layers,
+    ignored_index,
+    picks_elements,
+    sorts_elements,
+    weights_elements,
+)
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
 
@@ -44,6 +50,7 @@ class Setting:
         multiplies: a custom loss that divides by the number may multiply by the number of ranks.
         upstream_number: the items of this rank's window as the release counts them; None: it does not.
         rounded: matrix products are less precise than float32.
+        decoder_pad: as for `rules.targets_padding`.
         has_z_loss: the model's loss has a mean over all positions, a router's loss by convention.
         has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
     """
@@ -58,6 +65,7 @@ class Setting:
     upstream_number: float | None = None
     rounded: bool = False
     has_z_loss: bool = False
+    decoder_pad: int | None = None
     has_stock: bool = False
 
 
@@ -189,7 +197,11 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         constant=_rests(tested, compared.readings)[0] if adds is How.CONSTANT else 0.0,
         deep=any(each.term.within for terms in seen for each in terms),
         warms=whole.warms,
-        weighted=any(weights_elements(each.term.leaf) for each in seen[0]),
+        weighted=any(
+            weights_elements(leaf) or (each.spec.is_guess and picks_elements(leaf))
+            for each in tested
+            for leaf in [each.seen[0].term.leaf]
+        ),
         unseen=len(tested) > 1 and any(each.is_unseen for each in tested),
         shift=next((each.shift for each in seen[0] if each.shift is not None), None),
     )
@@ -554,6 +566,8 @@ def _tested_mean(
         keeps = bool(compared.by_number and rules)
         return candidate.judged(_COUPLED, Cause.COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules)
     doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
+    if sorts_elements(whole.term.leaf):
+        doubt = f"elements of {whole.name} are sorted, and what is left out depends on the micro-batch"
     shared = [
         [each.factors[at] for each in candidate.seen] for at in candidate.spec.counts if at < whole.term.path.above
     ]

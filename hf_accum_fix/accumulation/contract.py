@@ -58,6 +58,7 @@ class TermSpec:
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
         own: the places of a trainer's own division by the accumulation steps.
+        steps: a trainer's own accumulation steps inside its divisor, beside the count; 1.0: there are none.
         classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         counted: the count in the observed batch and its parts, on every rank.
@@ -68,6 +69,7 @@ class TermSpec:
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
+    steps: float = 1.0
     classes: int = 0
     rules: Mapping[Items, float] = field(default_factory=dict)
     counted: tuple[float, ...] = (1.0,)
@@ -96,6 +98,11 @@ class TermSpec:
         return next(iter(self.rules.values()), 1.0)
 
     @property
+    def divides_itself(self) -> bool:
+        """Whether the trainer divides it by the accumulation steps."""
+        return bool(self.own) or self.steps != 1.0
+
+    @property
     def is_guess(self) -> bool:
         """Whether it was found by values alone: a sum, or a mean over a count that no rule gives."""
         return self.how is How.SUM or (self.how is How.MEAN and not self.rules)
@@ -104,7 +111,7 @@ class TermSpec:
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
         counted_by = self.rule if self.how is not How.NUMBER else None
-        return (self.how, self.own, counted_by or self.counted)
+        return (self.how, self.own, self.steps, counted_by or self.counted)
 
 
 def router_loss(outputs: Any, name: str) -> Tensor | None:
@@ -143,7 +150,7 @@ class LossContract:
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it.
         warms: a term was multiplied by zero, and may come later.
-        weighted: its elements have weights of their own, which may be statistics of the batch.
+        weighted: its elements have weights of their own, or are picked, perhaps by statistics of the batch.
         unseen: one of its terms was zero in every sample, so that coupled samples in it would not be detected.
         grouped: rows belong together in groups, as far as one window shows.
         conclusive: False: it is observed again in the next window.

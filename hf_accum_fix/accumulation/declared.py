@@ -54,6 +54,13 @@ def has_z_loss(model: nn.Module) -> bool:
     return bool(_configured(model, "z_loss_coefficient"))
 
 
+def decoder_pad(model: nn.Module) -> int | None:
+    """The token that pads the texts of an encoder-decoder's decoder; None: there is no decoder, or it is unknown."""
+    config = getattr(model, "config", None)
+    token = getattr(config, "pad_token_id", None) if getattr(config, "is_encoder_decoder", False) else None
+    return token if isinstance(token, int) else None
+
+
 def _configured(model: nn.Module, *names: str) -> float:
     config = getattr(model, "config", None)
     holders = (config, getattr(config, "text_config", None))

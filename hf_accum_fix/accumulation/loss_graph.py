@@ -415,6 +415,17 @@ def holds_layers(node: Any) -> bool:
     return any(_is_layer(each) for each in _below(node))
 
 
+def sorts_elements(node: Any) -> bool:
+    """Whether all elements of a reduction are sorted, above the first layer, of which some may then be left out."""
+    sorts = (each for each in _below(node) if type(each).__name__.startswith(("SortBackward", "TopkBackward")))
+    return any(len(_shape(each)) == 1 for each in sorts)
+
+
+def picks_elements(node: Any) -> bool:
+    """Whether elements of a reduction are picked, above the first layer, perhaps by their rank in the batch."""
+    return any(type(each).__name__.startswith(("Index", "MaskedSelect")) for each in _below(node))
+
+
 def weights_elements(node: Any) -> bool:
     """Whether elements of a reduction are multiplied, above the first layer, by numbers of their own without gradient.
 

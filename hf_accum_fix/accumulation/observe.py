@@ -119,8 +119,10 @@ class _Observation:
         doubt = found.doubt
         if self.writes:
             doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
-        if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
-            padding = "padding is among its targets (labels are not -100 where attention_mask is 0)"
+        items, pad = found.items, setting.decoder_pad
+        if items is not None and any(targets_padding(items, batch, pad) for batch in window):
+            where = "attention_mask is 0" if pad is None else f"they are padded by {pad}"
+            padding = f"padding is among its targets (labels are not -100 where {where})"
             doubt = f"{padding}, so the loss depends on the split"
         found = replace(found, doubt=doubt)
         if norm is not None:

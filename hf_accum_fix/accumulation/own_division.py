@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
-from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near
 
 #: Factors of ranks and batch size in the test forward; the steps are doubled, or tripled.
 RANKS, BATCH_SIZE = 5, 7
+#: How a count may move as the steps in the arguments are doubled, and the power of the steps in it then.
+_INSIDE = {1.0: 0, 2.0: 1, 0.5: -1}
 
 
 def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
@@ -24,7 +27,7 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
         (at, place)
         for at, (spec, seen) in enumerate(zip(found.terms, terms, strict=True))
         for place, value in enumerate(seen.factors)
-        if place not in spec.counts
+        if (place not in spec.counts or _may_hold_steps(spec, setting))
         and value
         # A sum over the batch size, which may be 1.
         and (spec.how is How.SUM or not is_near(abs(value), 1.0))
@@ -32,6 +35,11 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
         and not seen.is_own_count(place)
         and place < seen.outer
     ]
+
+
+def _may_hold_steps(spec: TermSpec, setting: Setting) -> bool:
+    """Whether the accumulation steps may be a part of a mean's divisor: it is no rule's count itself."""
+    return spec.how is How.MEAN and not any(is_near(ratio, 1.0) for ratio in spec.rules.values())
 
 
 def terms_of(found: LossContract, reading: Reading) -> list[TermReading]:
@@ -65,14 +73,21 @@ def own_division(
             elsewhere.append(1 / RANKS)
         # A number that moved is N / G, the mean items per micro-batch: a G after it undoes that.
         elsewhere += [1 / times[place] for place in numbers if times[place] and not is_near(times[place], 1.0)]
-        places = [place for term, place in candidates if term == at and not _is_any(times[place], elsewhere)]
+        its = [place for term, place in candidates if term == at]
+        places = [place for place in its if place not in spec.counts and not _is_any(times[place], elsewhere)]
+        inside = [times[place] for place in its if place in spec.counts and spec.how is How.MEAN]
         still = [place for place in places if is_near(times[place], 1.0)]
         own = [place for place in places if _is_any(times[place], (2.0, 3.0))]
         by_size = [place for place in places if _is_any(times[place], [BATCH_SIZE * each for each in (1, 2, 3)])]
         unknown = len(own) + len(still) + len(by_size) < len(places) or (by_size and spec.how is not How.SUM)
+        unknown = unknown or not all(_is_any(each, _INSIDE) for each in inside)
+        # The steps inside a divisor, as in sum / (count * steps).
+        within = math.prod(steps ** _INSIDE[each] for moved in inside for each in _INSIDE if is_near(moved, each))
         of_all = [place for place in still if all(_has(each, place, before[at]) for each in before)]
         scales = [*(before[at].product([place]) for place in of_all), before[at].product(of_all)]
         either = [scale for scale in scales if _is_any(abs(scale if numbers else 1 / scale), telling)]
+        if inside and within == 1.0:
+            either += [ratio for ratio in spec.rules.values() if _is_any(ratio, (steps, 1 / steps))]
         why = ""
         if unknown:
             why = "it is scaled by the accumulation steps or the batch size in an unknown way; the scale is kept"
@@ -87,7 +102,7 @@ def own_division(
             # With the steps in it as well, it is the size of the global batch.
             with_steps = any(not is_near(times[place], BATCH_SIZE) for place in by_size)
             spec = replace(spec, how=How.NUMBER if with_steps else How.CONSTANT)
-        terms[at] = replace(spec, own=(*spec.own, *own))
+        terms[at] = replace(spec, own=(*spec.own, *own), steps=within)
         found = replace(found, doubt=found.doubt or why, keeps_scale=found.keeps_scale or bool(why))
     found = replace(found, terms=tuple(terms))
     if found.reduction is Reduction.SUM and any(each.how is not How.SUM for each in terms):

@@ -80,10 +80,17 @@ def is_padded(rule: Items, batch: Mapping[str, Any]) -> bool:
     return isinstance(mask, Tensor) and not batch[rule.keys[0]].is_floating_point() and not bool(mask.all())
 
 
-def targets_padding(rule: Items, batch: Mapping[str, Any]) -> bool:
-    """Whether padding is among the targets of a text: labels that were copied from padded tokens."""
+def targets_padding(rule: Items, batch: Mapping[str, Any], decoder_pad: int | None = None) -> bool:
+    """Whether padding is among the targets of a text: labels that were copied from padded tokens.
+
+    ``decoder_pad``: the token that pads a decoder's texts, which have no mask; None: there is no decoder.
+    """
     tokens, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", next(iter(rule.keys), "")))
-    if not (isinstance(tokens, Tensor) and isinstance(mask, Tensor) and isinstance(labels, Tensor)):
+    if not isinstance(labels, Tensor) or labels.ndim != 2:
+        return False
+    if decoder_pad is not None:
+        return bool((rule.targets(batch)[:, -1] & (labels[:, -1] == decoder_pad)).any())
+    if not (isinstance(tokens, Tensor) and isinstance(mask, Tensor)):
         return False
     alike = tokens.shape == mask.shape == labels.shape
     return alike and bool((rule.targets(batch) & (mask == 0) & (labels == tokens)).any())

@@ -116,14 +116,23 @@ class _Samples:
         """Whether it can be split by rows."""
         return self.rows > 1 and _divides(self.batch, self.rows)
 
+    @property
+    def unlike(self) -> list[Batch]:
+        """The least similar of the others, and, since tasks are observed together, the one with most unseen values."""
+        found = [*self.others[:1]]
+        if self.unseen and found:
+            of_task = max(self.others, key=lambda each: len(self.unseen & _marks(each)))
+            found += [of_task] if of_task is not found[0] else []
+        return found
+
     def rows_alone(self) -> Iterator[Split]:
         """One row and all others, first as narrow as they are."""
         batch, others, tasks = self.batch, self.others, bool(self.unseen)
         narrowed = partial(_narrowed, kind="narrowed", narrowed=True)
-        # If a column names tasks, they are observed together.
-        of_task = max(others, key=lambda each: len(self.unseen & _marks(each)), default=batch) if tasks else batch
-        more = [*others[:1], *(each for each in [of_task] if not any(each is other for other in (batch, *others[:1])))]
-        whole = _all_joined([batch, *more]) if tasks or self.rows < _ENOUGH else batch
+        more = self.unlike
+        shows_padding = any(True for part in _mappings(batch) for _ in _masks(part))
+        hides_padding = not shows_padding and any(_widths(batch) ^ _widths(each) for each in others[:1])
+        whole = _all_joined([batch, *more]) if tasks or hides_padding or self.rows < _ENOUGH else batch
         if more and whole is not None and whole is not batch and _divides(whole, sample_count(whole)):
             found = [*narrowed(whole, tasks=tasks)]
             if _widths(batch) ^ _widths(others[0]) and not any(each.pads for each in found):
@@ -140,7 +149,9 @@ class _Samples:
     def micro_batches(self) -> Iterator[Split]:
         """Several micro-batches and the batch of all, where one has no rows to split."""
         if self.rows == 1:
-            yield from _of_several(self.batch, self.others)
+            left = [each for each in self.others if not any(each is other for other in self.unlike)]
+            chosen = [self.batch, *self.unlike, *left[len(self.unlike) + 1 - _ENOUGH :]]
+            yield from _of_several(chosen, tasks=bool(self.unseen))
         # The last one is most similar, so a sum over tasks has fewer terms there.
         for other in () if self.by_row else self.others[:: max(len(self.others) - 1, 1)]:
             if (both := _joined(self.batch, other)) is not None:
@@ -152,7 +163,7 @@ class _Samples:
         alike = [batch, *(each for each in self.others if sample_count(each) == rows)]
         by_rows = [each for each in alike if self.by_row and _divides(each, rows)]
         for size in (size for size in range(2, rows // 2 + 1) if rows % size == 0):
-            divided = (_divided(each, [row // size for row in range(rows)]) for each in by_rows)
+            divided = (_grouped(each, [row // size for row in range(rows)]) for each in by_rows)
             yield from _of_one_kind(f"groups of {size}", divided)
         blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
         for number in blocks:
@@ -161,7 +172,7 @@ class _Samples:
             flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
             in_blocks = [each for each in flat if _divides(each, rows, height)]
             if height > 1 and in_blocks and in_blocks[0] is batch:
-                divided = (_divided(each, [row % height for row in range(rows)], height) for each in in_blocks)
+                divided = (_grouped(each, [row % height for row in range(rows)], height) for each in in_blocks)
                 yield from _of_one_kind(f"{number} blocks", divided)
         for kind, fits in (("merged", not self.unseen), ("interleaved", bool(blocks))):
             if self.by_row and fits:
@@ -193,11 +204,10 @@ def _one_row(batch: Batch, row: int) -> Parts:
 
 
 def _lengths(batch: Batch) -> list[int]:
-    """The tokens of each row, as far as a mask shows them."""
-    mask, rows = batch.get("attention_mask"), sample_count(batch)
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:
-        return [0] * rows
-    return (mask != 0).sum(1).tolist()
+    """The tokens of each row, as far as masks show them."""
+    rows = sample_count(batch)
+    masks = [mask for part in _mappings(batch) for _, mask in _masks(part) if len(mask) == rows]
+    return [sum(int((mask[row] != 0).sum()) for mask in masks) for row in range(rows)]
 
 
 def _repeating(batch: Batch) -> list[list[float]]:
@@ -225,28 +235,44 @@ def _with_unlike(batch: Batch, row: int, others: Sequence[int] = ()) -> list[int
     return [row, unlike] if repeating else [row]
 
 
-def _narrow(part: Batch) -> Batch:
-    """A part of a batch without the columns that only pad it."""
-    mask = part.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return part
-    columns = mask.any(0).nonzero().flatten().tolist() or [0]
-    own = slice(columns[0], columns[-1] + 1)
+def _narrow(part: Batch) -> dict[str, Any]:
+    """A part of a batch without the columns that only pad it: each text by its own mask, a decoder's by its targets."""
+    masks = {key.replace("attention_mask", ""): value != 0 for key, value in _masks(part)}
+    labels = part.get("labels")
+    targets = labels != -100 if isinstance(labels, Tensor) and labels.ndim == 2 else None
 
     def cut(key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape[:2] != mask.shape or key.startswith("decoder"):
+        if isinstance(value, Mapping):
+            return _narrow(value)
+        if not isinstance(value, Tensor) or value.ndim < 2:
             return value
-        is_labels = "label" in key or has_ignored(value)
+        text = max((each for each in masks if each and each in key), key=len, default="")
+        kept = masks.get(text) if text or not key.startswith("decoder") else None
+        is_decoders = kept is None or value.shape[:2] != kept.shape
+        if is_decoders:
+            kept = targets if "label" in key or key.startswith("decoder") else None
+        if kept is None or value.shape[:2] != kept.shape:
+            return value
+        columns = kept.any(0).nonzero().flatten().tolist() or [0]
+        own = slice(0 if is_decoders else columns[0], columns[-1] + 1)
         rest = torch.cat([value[:, : own.start], value[:, own.stop :]], 1)
-        # Labels of another sequence may be as wide by chance.
-        return value if is_labels and bool((rest != -100).any()) else value[:, own]
+        # Another text, or its labels, may be as wide by chance.
+        is_labels, is_text = "label" in key or has_ignored(value), value.ndim == 2 and "position" not in key
+        padding = -100 if is_labels else rest[0, 0] if is_text and rest.numel() > 0 else rest
+        return value if bool((rest != padding).any()) else value[:, own]
 
     return {key: cut(key, value) for key, value in part.items()}
 
 
-def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Split]:
-    """Four micro-batches of one sample as one batch: one of `_alone` and the rest, and the widest and the rest."""
-    chosen = [batch, *others[:1], *others[1:][2 - _ENOUGH :]]
+def _masks(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """The masks of a batch's texts, with their names."""
+    for key, value in batch.items():
+        if "attention_mask" in key and isinstance(value, Tensor) and value.ndim == 2:
+            yield key, value
+
+
+def _of_several(chosen: list[Batch], *, tasks: bool) -> Iterator[Split]:
+    """Some micro-batches of one sample as one batch: one of `_alone` and the rest, and the widest and the rest."""
     chosen.sort(key=lambda each: sum(width for _, width in _widths(each)))
     whole = _all_joined(chosen)
     if whole is None or len(chosen) < 3:
@@ -254,7 +280,8 @@ def _of_several(batch: Batch, others: Sequence[Batch]) -> Iterator[Split]:
     telling = _alone(whole, range(len(chosen)))[: 1 + bool(_repeating(whole))]
     for place, alone in enumerate(dict.fromkeys((*telling, len(chosen) - 1))):
         if rest := _all_joined([each for row, each in enumerate(chosen) if row != alone]):
-            yield Split(whole, chosen[alone], rest, kind="micro-batches", decides=place + 1 >= len(telling))
+            decides = place + 1 >= len(telling)
+            yield Split(whole, chosen[alone], rest, tasks=tasks, kind="micro-batches", decides=decides)
 
 
 def _all_joined(batches: Sequence[Batch]) -> Batch | None:
@@ -263,6 +290,12 @@ def _all_joined(batches: Sequence[Batch]) -> Batch | None:
     for each in batches[1:]:
         whole = whole and _joined(whole, each)
     return whole
+
+
+def _grouped(batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
+    """As `_divided`, each part only as wide as its own samples: groups that add up as wide as they are may not else."""
+    whole, one, other = _divided(batch, group_of, height)
+    return whole, _narrow(one), _narrow(other)
 
 
 def _divided(batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
@@ -298,7 +331,16 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, float]]:
 
 def _widths(batch: Batch) -> set[tuple[str, int]]:
     """The number of columns of inputs that have rows and columns."""
-    return {(key, value.shape[1]) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 2}
+    each = (pair for part in _mappings(batch) for pair in part.items())
+    return {(key, value.shape[1]) for key, value in each if isinstance(value, Tensor) and value.ndim == 2}
+
+
+def _mappings(batch: Batch) -> Iterator[Batch]:
+    """A batch, and the mappings in it (texts to forget and to retain)."""
+    yield batch
+    for value in batch.values():
+        if isinstance(value, Mapping):
+            yield from _mappings(value)
 
 
 def unvaried(window: Sequence[Batch], *, values: bool) -> set[str]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -30,7 +31,8 @@ class Values(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.grad_fn is not None and out.numel() == 1:
+        # Without gradient, a view that was changed in place has no node to ask for.
+        if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None and out.numel() == 1:
             self._kept[out.grad_fn] = (out, out._version)
         return out
 

@@ -82,7 +82,7 @@ def weigh(
         # The sum of sample means over n_mean samples.
         part.note(0, *(0.0, 0.0) if zero_weight else (rule.count(inputs, part.device), items[rule]))
         return _ready(sum_of_samples(loss, rule, inputs), math.inf if zero_weight else part.means[rule], part)
-    if part.is_whole and not zero_weight and not any(each.own for each in contract.terms):
+    if part.is_whole and not zero_weight and not any(each.divides_itself for each in contract.terms):
         return _ready(loss, left, part)
     if contract.keeps_scale:
         return _ready(loss, math.inf if zero_weight else left, part, keeps_scale=True)
@@ -96,7 +96,7 @@ def weigh(
         part.other_terms = tuple((each.shape, each.classes) for each in terms)
         part.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         # A trainer that scales its loss itself still does.
-        scales = any(each.own or (each.how is How.NUMBER and contract.custom) for each in contract.terms)
+        scales = any(each.divides_itself or (each.how is How.NUMBER and contract.custom) for each in contract.terms)
         # Sums are no means over micro-batches.
         sums = all(term.readable and not any(each.divides for each in term.factors) for term in terms)
         left = left / (part.micro_batches * part.world_size) if terms and sums and not scales else left
@@ -271,7 +271,7 @@ class _Weighing:
             if each.path.learnt or not is_function:
                 # The gradient of a custom mean over no items is 0 / 0.
                 _keep_finite(each, divisor)
-        own, left = _product(term, spec.own), part.remaining_divisor
+        own, left = _product(term, spec.own) * spec.steps, part.remaining_divisor
         if part.is_unpredicted(place):
             return left / own
         n_mean = part.means.get(place, None if rule is None else spec.scaled(part.means[rule]))
@@ -279,7 +279,7 @@ class _Weighing:
         # Without a correction at the end, weights have to use the predicted counts.
         count = divisor if part.is_corrected else predicted
         weight = mean / count if isinstance(count, Tensor) or count else math.inf
-        return weight / own if spec.own else weight
+        return weight / own if spec.divides_itself else weight
 
     def _rule(self, spec: TermSpec) -> Items | None:
         """The rule that predicts a mean; None: none does, and the window is corrected."""

@@ -86,7 +86,8 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
     if error is not None and goes_on and not isinstance(error, AccumFixError) and not out_of_memory(error):
         # If training runs this forward, it raises the error itself.
         reason = f"its loss could not be observed: {error}"
-        seen, error = LossContract(Reduction.PLAIN, conclusive=not is_first, reason=reason), None
+        seen = LossContract(Reduction.PLAIN, conclusive=not is_first, reason=reason, keeps_scale=host.has_stock)
+        error = None
     found = agree([each for each in host.all_of(seen, error) if each is not None])
     if found.reason == NO_TARGET_SEEN and loss.contract is not None:
         return

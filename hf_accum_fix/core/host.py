@@ -48,6 +48,7 @@ class Host(ABC):
         world_size: processes in a collective.
         data_ranks: W, data-parallel ranks.
         shards: the ranks meet in every micro-batch, not only in the last one of a window.
+        has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
         device: of the counts.
     """
 
@@ -56,6 +57,7 @@ class Host(ABC):
     world_size: int
     data_ranks: int
     shards: bool
+    has_stock = False
     device: torch.device
 
     def __init__(self, options: Options) -> None:

@@ -202,7 +202,7 @@ class MicroBatch:
         """
         session, trainer = self.session, self.session.trainer
         part, contract = self.part, self.part.contract
-        if not (contract.terms or contract.custom):
+        if not (contract.terms or contract.custom or contract.keeps_scale):
             return run_by_rule(
                 part,
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
@@ -228,7 +228,7 @@ class MicroBatch:
         """Weight a loss of this micro-batch."""
         session, window, contract, steps = self.session, self.window, self.part.contract, len(self.window.batches)
         self._node = loss.grad_fn
-        if contract.terms:
+        if contract.terms or contract.keeps_scale:
             inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
             self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
         else:

@@ -75,6 +75,7 @@ class Session(Host):
     """
 
     accelerator: AcceleratorLike
+    has_stock = True
     window: Window | None = None
     base_loss: BaseLoss | None = None
     func: Callable[..., Any] | None = None
@@ -340,8 +341,8 @@ class Session(Host):
 
     def observe(self, batches: Sequence[Any], number: Any) -> LossContract | None:
         trainer, step, custom = self.trainer, self.own_step, self.custom_loss is not None
-        # A custom loss may run collectives, and so does every forward of a sharded model.
-        gather = self.gather if self.world_size > 1 and (custom or self.shards) else None
+        # A loss or a model may run collectives.
+        gather = self.gather if self.world_size > 1 else None
         if not batches:
             with SyncedRanks(gather):
                 return None
@@ -386,7 +387,8 @@ class Session(Host):
             func=func is not None,
             multiplies=live.averages_tokens(trainer),
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(self.bare()),
-            has_stock=True,
+            has_stock=self.has_stock,
+            decoder_pad=declared.decoder_pad(self.bare()),
             steps=self.steps,
             world_size=self.data_ranks,
             upstream_number=None if number is None else float(number),
