@@ -137,7 +137,8 @@ class _Observation:
         choice, settled = Choice(self.sharded), False
         self._run_before.clear()
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
-        left = (split for split in splits(self.window) if not (self.sharded and split.narrowed))
+        every = splits(self.window, has_decoder=self.setting.decoder_pad is not None)
+        left = (split for split in every if not (self.sharded and split.narrowed))
         split = next(left)
         while self.ranks.any(not settled):
             readings, by_number = list[Reading](), False

@@ -55,13 +55,15 @@ class Split(NamedTuple):
         return self.apart and self.one is not self.other
 
 
-def splits(window: Sequence[Batch]) -> Iterator[Split]:
+def splits(window: Sequence[Batch], *, has_decoder: bool = False) -> Iterator[Split]:
     """Splits of a window's samples, most reliable first; a model may be unable to run some of them.
+
+    ``has_decoder``: labels are as wide as a decoder's texts, not as the inputs.
 
     Rows of its most informative micro-batch, first as narrow as they are; several micro-batches and the batch of all;
     rows in two or three blocks, one of each a sample (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
     """
-    samples = _Samples.of(window)
+    samples = _Samples.of(window, has_decoder=has_decoder)
     if samples.by_row:
         yield from samples.rows_alone()
     yield from samples.micro_batches()
@@ -82,14 +84,16 @@ class _Samples:
         ordered: its micro-batches, the most informative first.
         others: all but the first, the least similar to it first.
         unseen: values that only these have, of a column that may name tasks.
+        has_decoder: as for `splits`.
     """
 
     ordered: Sequence[Batch]
     others: Sequence[Batch]
     unseen: set[tuple[str, float]]
+    has_decoder: bool
 
     @classmethod
-    def of(cls, window: Sequence[Batch]) -> _Samples:
+    def of(cls, window: Sequence[Batch], *, has_decoder: bool) -> _Samples:
         """The samples of these micro-batches."""
         batch, *rest = ordered = sorted(window, key=_informative, reverse=True)
         unseen = _unseen(window, batch)
@@ -99,7 +103,7 @@ class _Samples:
         others = [*labelled, *(each for each in reversed(rest) if missing & _marks(each))] or rest
         # One of another width shows whether the loss depends on padding.
         others.sort(key=lambda each: -len(_widths(batch) ^ _widths(each)))
-        return cls(ordered, others, unseen)
+        return cls(ordered, others, unseen, has_decoder)
 
     @property
     def batch(self) -> Batch:
@@ -128,7 +132,7 @@ class _Samples:
     def rows_alone(self) -> Iterator[Split]:
         """One row and all others, first as narrow as they are."""
         batch, others, tasks = self.batch, self.others, bool(self.unseen)
-        narrowed = partial(_narrowed, kind="narrowed", narrowed=True)
+        narrowed = partial(_narrowed, has_decoder=self.has_decoder, kind="narrowed", narrowed=True)
         more = self.unlike
         shows_padding = any(True for part in _mappings(batch) for _ in _masks(part))
         hides_padding = not shows_padding and any(_widths(batch) ^ _widths(each) for each in others[:1])
@@ -157,13 +161,19 @@ class _Samples:
             if (both := _joined(self.batch, other)) is not None:
                 yield Split(both, self.batch, other, tasks=bool(self.unseen & _marks(other)), kind="micro-batches")
 
+    def _grouped(self, batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
+        """As `_divided`, each part only as wide as its own samples: what adds up as wide as it is may not else."""
+        whole, *parts = _divided(batch, group_of, height)
+        one, other = (_narrow(each, has_decoder=self.has_decoder) for each in parts)
+        return whole, one, other
+
     def groups(self) -> Iterator[Split]:
         """Rows that belong together: next to one another, in blocks, or with those of another micro-batch."""
         batch, rows = self.batch, self.rows
         alike = [batch, *(each for each in self.others if sample_count(each) == rows)]
         by_rows = [each for each in alike if self.by_row and _divides(each, rows)]
         for size in (size for size in range(2, rows // 2 + 1) if rows % size == 0):
-            divided = (_grouped(each, [row // size for row in range(rows)]) for each in by_rows)
+            divided = (self._grouped(each, [row // size for row in range(rows)]) for each in by_rows)
             yield from _of_one_kind(f"groups of {size}", divided)
         blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
         for number in blocks:
@@ -172,7 +182,7 @@ class _Samples:
             flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
             in_blocks = [each for each in flat if _divides(each, rows, height)]
             if height > 1 and in_blocks and in_blocks[0] is batch:
-                divided = (_grouped(each, [row % height for row in range(rows)], height) for each in in_blocks)
+                divided = (self._grouped(each, [row % height for row in range(rows)], height) for each in in_blocks)
                 yield from _of_one_kind(f"{number} blocks", divided)
         for kind, fits in (("merged", not self.unseen), ("interleaved", bool(blocks))):
             if self.by_row and fits:
@@ -188,14 +198,15 @@ def _of_one_kind(kind: str, found: Iterable[Parts], most: int = 2) -> Iterator[S
         yield Split(*each, kind=kind, decides=place + 1 == len(some))
 
 
-def _narrowed(whole: Batch, **given: Any) -> Iterator[Split]:
+def _narrowed(whole: Batch, *, has_decoder: bool, **given: Any) -> Iterator[Split]:
     """One row, and all others, as their collator would have padded them, for each row of `_alone`."""
     rows, repeats = _alone(whole, _lengths(whole)), bool(_repeating(whole))
     for place, row in enumerate(rows):
         # Where no numbers repeat, the second is for a loss whose terms the first lacks.
         decides = place + 1 == len(rows) or not repeats
         _, one, other = _one_row(whole, row)
-        yield Split(whole, _narrow(one), _narrow(other), decides=decides, **given)
+        one, other = _narrow(one, has_decoder=has_decoder), _narrow(other, has_decoder=has_decoder)
+        yield Split(whole, one, other, decides=decides, **given)
 
 
 def _one_row(batch: Batch, row: int) -> Parts:
@@ -235,15 +246,15 @@ def _with_unlike(batch: Batch, row: int, others: Sequence[int] = ()) -> list[int
     return [row, unlike] if repeating else [row]
 
 
-def _narrow(part: Batch) -> dict[str, Any]:
+def _narrow(part: Batch, *, has_decoder: bool) -> dict[str, Any]:
     """A part of a batch without the columns that only pad it: each text by its own mask, a decoder's by its targets."""
     masks = {key.replace("attention_mask", ""): value != 0 for key, value in _masks(part)}
     labels = part.get("labels")
-    targets = labels != -100 if isinstance(labels, Tensor) and labels.ndim == 2 else None
+    targets = labels != -100 if has_decoder and isinstance(labels, Tensor) and labels.ndim == 2 else None
 
     def cut(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return _narrow(value)
+            return _narrow(value, has_decoder=has_decoder)
         if not isinstance(value, Tensor) or value.ndim < 2:
             return value
         text = max((each for each in masks if each and each in key), key=len, default="")
@@ -257,8 +268,9 @@ def _narrow(part: Batch) -> dict[str, Any]:
         own = slice(0 if is_decoders else columns[0], columns[-1] + 1)
         rest = torch.cat([value[:, : own.start], value[:, own.stop :]], 1)
         # Another text, or its labels, may be as wide by chance.
-        is_labels, is_text = "label" in key or has_ignored(value), value.ndim == 2 and "position" not in key
-        padding = -100 if is_labels else rest[0, 0] if is_text and rest.numel() > 0 else rest
+        is_labels = "label" in key or has_ignored(value)
+        may_be_others = value.ndim == 2 and "position" not in key and key != "input_ids" and rest.numel() > 0
+        padding = -100 if is_labels else rest[0, 0] if may_be_others else rest
         return value if bool((rest != padding).any()) else value[:, own]
 
     return {key: cut(key, value) for key, value in part.items()}
@@ -290,12 +302,6 @@ def _all_joined(batches: Sequence[Batch]) -> Batch | None:
     for each in batches[1:]:
         whole = whole and _joined(whole, each)
     return whole
-
-
-def _grouped(batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
-    """As `_divided`, each part only as wide as its own samples: groups that add up as wide as they are may not else."""
-    whole, one, other = _divided(batch, group_of, height)
-    return whole, _narrow(one), _narrow(other)
 
 
 def _divided(batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:

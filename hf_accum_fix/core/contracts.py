@@ -82,7 +82,8 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         seen = host.observe(batches, number)
     except Exception as caught:
         seen, error = None, caught
-    goes_on = host.world_size == 1 or (not is_first and loss.contract is None)
+    # Where one rank fails alone, the others would wait for it in training.
+    goes_on = all(host.all_of(error is not None, None)) or (not is_first and loss.contract is None)
     if error is not None and goes_on and not isinstance(error, AccumFixError) and not out_of_memory(error):
         # If training runs this forward, it raises the error itself.
         reason = f"its loss could not be observed: {error}"

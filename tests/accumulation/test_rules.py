@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.items import Items, mean_item_count, sample_count, scale_mean, total_items
-from hf_accum_fix.accumulation.rules import is_padded, matching_rules, ways_of_counting
+from hf_accum_fix.accumulation.rules import is_padded, matching_rules, targets_padding, ways_of_counting
 from hf_accum_fix.errors import ContractError
 
 Batch = Mapping[str, Any]
@@ -332,3 +332,9 @@ def test_missing_targets_and_missing_samples_are_named() -> None:
         sample_count({"flag": True})
     with pytest.raises(ContractError, match="without items"):
         LossContract(Reduction.MEAN)
+
+
+@pytest.mark.parametrize(("pad", "padded", "found"), [(0, 0, True), (0, -100, False), (None, 0, False)])
+def test_padding_among_a_decoders_targets(pad: int | None, padded: int, found: bool) -> None:
+    batch = {"input_ids": torch.ones(2, 6), "labels": torch.tensor([[5, 1, padded], [5, 6, 1]])}
+    assert targets_padding(Items(("labels",)), batch, pad) == found

@@ -229,3 +229,41 @@ def test_micro_batches_are_joined_on_the_side_where_they_are_padded() -> None:
     [joined] = [split.whole for split in splits([left, attended(3, 3)]) if split.kind == "merged"]
     mask = joined["attention_mask"]
     assert len(mask) == 4 and bool(mask[:, -1].all()) and not bool(mask[:, 0].all())
+
+
+@pytest.mark.parametrize(
+    ("batch", "widths"),
+    [
+        ({"forget": attended(2, 4), "retain": attended(3, 5)}, {"forget": 2, "retain": 3}),
+        (
+            {**attended(2, 4), "input_ids_other": torch.ones(2, 4), "attention_mask_other": torch.ones(2, 4).long()},
+            {"input_ids": 2, "input_ids_other": 4},
+        ),
+        ({**attended(2, 4), "other_ids": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])}, {"input_ids": 2, "other_ids": 4}),
+        (
+            {
+                **attended(2, 4),
+                "labels": torch.tensor([[7, 7, -100], [7, 7, 7]]),
+                "decoder_input_ids": torch.tensor([[1, 0, 0], [1, 2, 3]]),
+            },
+            {"input_ids": 2, "labels": 2, "decoder_input_ids": 2},
+        ),
+    ],
+    ids=["nested", "a-second-text", "a-second-text-without-a-mask", "a-decoder"],
+)
+def test_each_text_is_as_narrow_as_its_own_tokens(batch: dict[str, Any], widths: dict[str, int]) -> None:
+    [one, *_] = [split.one for split in splits([batch], has_decoder="decoder_input_ids" in batch) if split.narrowed]
+    flat = {key: value["input_ids"] if isinstance(value, Mapping) else value for key, value in one.items()}
+    assert {key: flat[key].shape[1] for key in widths} == widths
+
+
+def test_groups_are_as_narrow_as_their_own_tokens() -> None:
+    """Halves that add up as wide as their batch may not where they are narrower."""
+    [half, *_] = [split for split in splits([attended(2, 2, 4, 4)]) if split.kind == "groups of 2"]
+    assert (half.one["input_ids"].shape[1], half.other["input_ids"].shape[1]) == (2, 4) and half.pads
+
+
+def test_texts_without_a_mask_are_observed_with_others_of_another_width() -> None:
+    wide, narrow = tokens(3, 1, 2, 4), tokens(2, 1, 2, 3, width=4)
+    (whole, one, other, *_), *_ = splits([wide, narrow])
+    assert len(whole["labels"]) == 8 and {one["labels"].shape[1], other["labels"].shape[1]} == {4, 5}

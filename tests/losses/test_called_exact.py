@@ -817,6 +817,16 @@ PUBLIC_EXACT = [
         public("over-a-number-in-the-batch", lambda t, s, n: s.each_class.sum() / s.batch["sentences"]),
         collate=with_sentences,
     ),
+    public(
+        "sum-over-samples-times-steps",
+        lambda t, s, n: s.each_class.sum() / (len(s.each_class) * steps(t)),
+        lambda s, _: s.classes,
+    ),
+    public(
+        "sum-over-tokens-times-steps-beside-samples",
+        lambda t, s, n: summed(s) / (s.each_token[1].sum() * steps(t)) + s.classes / steps(t),
+        lambda s, _: s.tokens + s.classes,
+    ),
     public("sum-over-the-batch-size", lambda t, s, n: s.each_class.sum() / size(t), lambda s, _: s.classes),
     public(
         "sum-over-the-global-batch",
@@ -856,6 +866,11 @@ class SumOver(torch.autograd.Function):
         return (gradients[0] / ctx.number).expand(ctx.count), None
 
 
+def of_added_key(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    logits = model(input_ids=inputs["input_ids"])["logits"] / inputs["temperature"]
+    return summed(Seen(logits, inputs)) / number, {}
+
+
 class PlusOne(ByNumber):
     """A model whose loss depends on its number, and does not divide by it."""
 
@@ -866,7 +881,15 @@ class PlusOne(ByNumber):
         return self.mean(input_ids, labels, count + 1)
 
 
+class AddsKey(computing(of_added_key)):  # type: ignore[misc]
+    """A step that adds what the loss reads, so that the loss cannot be observed before it."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(model, {**inputs, "temperature": 1.0}, *args, **kwargs)
+
+
 AS_STOCK = [
+    Case("a-key-that-the-step-adds", full_mean, Mean, [texts(0), texts(1)], AddsKey),
     public(
         "number-plus-one",
         lambda t, s, n: summed(s) / (n + 1),
@@ -905,6 +928,20 @@ def hardest(s: Seen) -> Tensor:
     losses, valid = s.each_token
     found = losses[valid].sort(descending=True)[0]
     return found[: max(1, len(found) // 3)].mean()
+
+
+def smallest_in_order(s: Seen) -> Tensor:
+    """Half a micro-batch's samples, of the smallest losses."""
+    return s.each_class[s.each_class.detach().argsort()[: len(s.each_class) // 2]].mean()
+
+
+def below_quantile(s: Seen) -> Tensor:
+    return s.each_class[s.each_class.detach() <= s.each_class.detach().quantile(0.7)].mean()
+
+
+def trimmed(s: Seen) -> Tensor:
+    """Without the greatest of each eight, at least one sample's."""
+    return s.each_class.sort()[0][: len(s.each_class) - 1].mean()
 
 
 def over_first(trainer: Any, s: Seen, number: Any) -> Tensor:
@@ -962,6 +999,9 @@ SAID = [
     public("squares-over-padding", lambda t, s, n: s.tokens + s.logits.square().mean()),
     public("contrasted-beside-classes", lambda t, s, n: contrasted(s)),
     public("hardest-third", lambda t, s, n: hardest(s), cuts=((2, 4), (1, 8))),
+    public("smallest-in-order", lambda t, s, n: smallest_in_order(s), cuts=((4, 2), (2, 4))),
+    public("below-a-quantile", lambda t, s, n: below_quantile(s), cuts=((4, 2), (2, 4))),
+    public("trimmed", lambda t, s, n: trimmed(s), cuts=((4, 2), (2, 4))),
     public("over-its-first-value", over_first, lambda s, _: s.tokens / s.tokens.detach(), 1),
     public("spike-guard", lambda t, s, n: guarded(s)),
     # Texts of one length, and of one class, do not show on what it depends.
