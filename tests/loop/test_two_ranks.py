@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
@@ -152,6 +153,33 @@ class Broken(torch.nn.Module):
         return {"loss": self.scale * input_ids.double().mean()}
 
 
+class CountsAll(torch.nn.Module):
+    """Sums a number over the ranks in every forward, for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        count = (labels != -100).sum()
+        dist.all_reduce(count.clone())
+        losses = cross_entropy(self.layer(x).flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": losses / count.clamp(min=1)}
+
+
+def in_step() -> int:
+    """Micro-batches trained by a model with a collective in its forward, where one rank has no target."""
+    blank, model = bool(dist.get_rank()), torch.nn.parallel.DistributedDataParallel(CountsAll())
+    labels = torch.full((2, 5), -100) if blank else torch.tensor([[0, 1, 2, 3, 0], [1, -100, 2, 0, 3]])
+    trained = 0
+    for window in accumulation_windows([{"x": torch.ones(2, 5, 3), "labels": labels}] * 4, steps=2):
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss(model, batch).backward()
+            trained += 1
+    return trained
+
+
 def failing(model: torch.nn.Module, *, labelled: bool = True) -> tuple[str, float]:
     """What this rank raises in its first window, where the second one may have no labels, and after how long [s]."""
     head = HEADS["bert-mlm"]
@@ -178,6 +206,7 @@ def rows_of() -> dict[str, Any]:
         "unequal": {name: unequal(name, reference) for name, reference in references.items()},
         "uneven": uneven(),
         "failing": failing(Broken()),
+        "in step": in_step(),
         "unlabelled": failing(HEADS["bert-mlm"].build(), labelled=False),
         "repeated": repeated(),
         "collectives": collectives(),
@@ -219,6 +248,11 @@ def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(ranks: list
     assert one.startswith("RankError: rank 0 stops, because of rank 1: ValueError: no forward here")
     assert other == "ValueError: no forward here"
     assert waited < 5
+
+
+def test_ranks_run_equally_many_forwards_to_observe_a_loss(ranks: list[dict[str, Any]]) -> None:
+    """Else one would wait in a collective of the model's."""
+    assert [rank["in step"] for rank in ranks] == [4, 4]
 
 
 def test_a_rank_without_labels_is_told_on_both_before_a_forward(ranks: list[dict[str, Any]]) -> None:
