@@ -97,10 +97,9 @@ class _Samples:
         """The samples of these micro-batches."""
         batch, *rest = ordered = sorted(window, key=_informative, reverse=True)
         unseen = _unseen(window, batch)
-        labelled = [each for each in reversed(rest) if _informative(each)[0]]
-        # A task none of whose samples has a target.
-        missing = unseen.difference(*map(_marks, labelled))
-        others = [*labelled, *(each for each in reversed(rest) if missing & _marks(each))] or rest
+        # Tasks none of whose samples has a target.
+        missing = unseen.difference(*(_marks(each) for each in rest if _informative(each)[0]))
+        others = [each for each in reversed(rest) if _informative(each)[0] or missing & _marks(each)] or rest
         # One of another width shows whether the loss depends on padding.
         others.sort(key=lambda each: -len(_widths(batch) ^ _widths(each)))
         return cls(ordered, others, unseen, has_decoder)
