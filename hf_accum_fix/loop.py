@@ -208,9 +208,10 @@ class AccumulationWindow:
     def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
         self.batches, self._host, self._begun = batches, host, 0
         self._window: Window | None = None
-        #: Of the open micro-batch: the nodes of its losses; `accelerator.backward` runs; a backward has reached a loss.
+        #: Of the open micro-batch: the nodes of its losses; `accelerator.backward` runs, or first reads the loss (which
+        #: takes a gradient before torch 2.5); a backward has reached a loss.
         self._nodes: list[Any] = []
-        self._in_engine = self._ran = False
+        self._in_engine = self._reads = self._ran = False
 
     def __len__(self) -> int:
         """G, the micro-batches of this window."""
@@ -342,6 +343,8 @@ class AccumulationWindow:
 
     def _reached(self, gradient: Tensor) -> None:
         """A hook on the loss, in its backward."""
+        if self._reads:
+            return
         host, self._ran = self._host, True
         divisor = engine_divisor(host.accelerator)
         if divisor != 1 and not self._in_engine:
@@ -363,10 +366,12 @@ class AccumulationWindow:
         original = accelerator.backward
 
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            others = [term.name for term in read(loss, self._nodes) if term.leaf not in self._nodes]
-            if self._nodes and others:
-                words = f"{', '.join(others)} was added to its loss after that was returned"
-                self._host.report_inexact(f"{words}: it is averaged over G micro-batches, and the log lacks it")
+            if self._nodes and loss.grad_fn not in self._nodes:
+                with overridden(self, "_reads", True):
+                    others = [term.name for term in read(loss, self._nodes) if term.leaf not in self._nodes]
+                if others:
+                    words = f"{', '.join(others)} was added to its loss after that was returned"
+                    self._host.report_inexact(f"{words}: it is averaged over G micro-batches, and the log lacks it")
             with overridden(self, "_in_engine", True):
                 return original(loss, *args, **kwargs)
 

@@ -506,7 +506,7 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
 def _given_counts(term: TermReading, compared: Comparison) -> Iterator[dict[str, Any]]:
     """How a term is divided by a number among the inputs, which is a count that the parts of a batch do not show.
 
-    A Python number that no micro-batch has another of may as well be a coefficient.
+    A Python number that counts nothing else, and that no micro-batch has another of, may as well be a coefficient.
     """
     batch = compared.whole.batch
     rules = [rule for rule in (Items((key,), given=True) for key in batch) if rule.has_targets(batch)]
@@ -514,9 +514,11 @@ def _given_counts(term: TermReading, compared: Comparison) -> Iterator[dict[str,
         for rule in (rule for rule in rules if factor.divides and float(rule.count(batch)) == value):
             given = batch[rule.keys[0]]
             is_given = isinstance(given, Tensor) and given.data_ptr() == factor.memory
-            varies = len({float(rule.count(each)) for each in compared.window if rule.has_targets(each)}) > 1
-            doubt = f"its divisor {value:g} may be a constant, or the input {rule.keys[0]!r}"
-            doubt = "" if is_given or varies else doubt
+            its = [(each, float(rule.count(each))) for each in compared.window if rule.has_targets(each)]
+            others = [each for each in ways_of_counting(batch) if all(each.has_targets(batch) for batch, _ in its)]
+            counts = any(all(float(other.count(each)) == n for each, n in its) for other in others)
+            is_count = is_given or counts or len({n for _, n in its}) > 1
+            doubt = "" if is_count else f"its divisor {value:g} may be a constant, or the input {rule.keys[0]!r}"
             yield {"doubt": doubt, "counts": (place,), "rules": {rule: 1.0}, "counted": (value,)}
 
 
