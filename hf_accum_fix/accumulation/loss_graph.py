@@ -418,7 +418,8 @@ def holds_layers(node: Any) -> bool:
 def sorts_elements(node: Any) -> bool:
     """Whether all elements of a reduction are sorted, above the first layer, of which some may then be left out."""
     sorts = (each for each in _below(node) if type(each).__name__.startswith(("SortBackward", "TopkBackward")))
-    return any(len(_shape(each)) == 1 for each in sorts)
+    # Before torch 2.5 nodes do not show their shape once the loss is gone.
+    return any(len(_shape(each)) == 1 for each in sorts if hasattr(each, "_input_metadata"))
 
 
 def picks_elements(node: Any) -> bool:
