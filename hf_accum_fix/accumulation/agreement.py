@@ -64,9 +64,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
             )
         reason = f"the ranks train different losses ({by_rank})"
         # Stock's scale is kept by a loss whose terms are read.
-        terms = first.terms if keeps else ()
-        found = replace(first, reduction=Reduction.PLAIN, items=None, terms=terms, keeps_scale=keeps)
-        return replace(found, doubt=reason, reason=reason)
+        found = replace(first, terms=first.terms if keeps else (), keeps_scale=keeps, doubt=reason, reason=reason)
+        return replace(found, reduction=Reduction.PLAIN, items=None)
     # Where no rule fits on all ranks, every window is corrected.
     terms = first.terms
     for each in pool[1:]:

@@ -58,7 +58,7 @@ class TermSpec:
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
         own: the places of a trainer's own division by the accumulation steps.
-        steps: a trainer's own accumulation steps inside its divisor, beside the count; 1.0: there are none.
+        steps: a trainer's own accumulation steps inside its divisor, besides the count; 1.0: there are none.
         classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         counted: the count in the observed batch and its parts, on every rank.

@@ -27,7 +27,7 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
         (at, place)
         for at, (spec, seen) in enumerate(zip(found.terms, terms, strict=True))
         for place, value in enumerate(seen.factors)
-        if (place not in spec.counts or _may_hold_steps(spec, setting))
+        if (place not in spec.counts or _may_hold_steps(spec))
         and value
         # A sum over the batch size, which may be 1.
         and (spec.how is How.SUM or not is_near(abs(value), 1.0))
@@ -37,7 +37,7 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
     ]
 
 
-def _may_hold_steps(spec: TermSpec, setting: Setting) -> bool:
+def _may_hold_steps(spec: TermSpec) -> bool:
     """Whether the accumulation steps may be a part of a mean's divisor: it is no rule's count itself."""
     return spec.how is How.MEAN and not any(is_near(ratio, 1.0) for ratio in spec.rules.values())
 
@@ -75,7 +75,7 @@ def own_division(
         elsewhere += [1 / times[place] for place in numbers if times[place] and not is_near(times[place], 1.0)]
         its = [place for term, place in candidates if term == at]
         places = [place for place in its if place not in spec.counts and not _is_any(times[place], elsewhere)]
-        inside = [times[place] for place in its if place in spec.counts and spec.how is How.MEAN]
+        inside = [times[place] for place in its if place in spec.counts]
         still = [place for place in places if is_near(times[place], 1.0)]
         own = [place for place in places if _is_any(times[place], (2.0, 3.0))]
         by_size = [place for place in places if _is_any(times[place], [BATCH_SIZE * each for each in (1, 2, 3)])]

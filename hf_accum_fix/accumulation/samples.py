@@ -216,8 +216,9 @@ def _one_row(batch: Batch, row: int) -> Parts:
 def _lengths(batch: Batch) -> list[int]:
     """The tokens of each row, as far as masks show them."""
     rows = sample_count(batch)
-    masks = [mask for part in _mappings(batch) for _, mask in _masks(part) if len(mask) == rows]
-    return [sum(int((mask[row] != 0).sum()) for mask in masks) for row in range(rows)]
+    masks = (mask for part in _mappings(batch) for _, mask in _masks(part) if len(mask) == rows)
+    lengths = [[0] * rows, *((mask != 0).sum(1).tolist() for mask in masks)]
+    return [sum(each) for each in zip(*lengths, strict=True)]
 
 
 def _repeating(batch: Batch) -> list[list[float]]:

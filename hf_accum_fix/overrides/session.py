@@ -343,14 +343,16 @@ class Session(Host):
         trainer, step, custom = self.trainer, self.own_step, self.custom_loss is not None
         # A loss or a model may run collectives.
         gather = self.gather if self.world_size > 1 else None
-        if not batches:
-            with SyncedRanks(gather):
-                return None
+        unobserved = None
         if not all(isinstance(batch, Mapping) for batch in batches):
             by_divisor = live.declares_scale(trainer)
-            return LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
-        if step is not None and not live.names(inspect.unwrap(step), "compute_loss", "accelerator"):
-            return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
+            unobserved = LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
+        elif batches and step is not None and not live.names(inspect.unwrap(step), "compute_loss", "accelerator"):
+            unobserved = LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
+        if unobserved is not None or not batches:
+            # A rank that runs nothing keeps step with those that do.
+            with SyncedRanks(gather):
+                return unobserved
         setting = self._setting(number)
         try:
             self._settle_shift(batches)
