@@ -31,7 +31,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.conclude import Setting
+from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import (
     decoder_pad,

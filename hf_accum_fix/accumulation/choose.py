@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction
+from hf_accum_fix.accumulation.elements import picks_elements
 from hf_accum_fix.accumulation.items import sample_count
-from hf_accum_fix.accumulation.loss_graph import picks_elements
 from hf_accum_fix.accumulation.reading import Reading
 from hf_accum_fix.accumulation.samples import Split
 

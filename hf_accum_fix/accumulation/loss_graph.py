@@ -43,12 +43,10 @@ ROWS: Mapping[str, str] = MappingProxyType({name: does for does, names in _NODES
 #: Losses that divide by rows, not by elements.
 _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
 #: Sums of products.
-_PRODUCTS = ("Dot", "Mm", "Bmm")
+PRODUCTS = ("Dot", "Mm", "Bmm")
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
-#: Layers, through which data reach a loss.
-_LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
 #: Most terms of a loss that is read, nodes of a learnt factor (exp(-s)), and nodes that are searched for a layer.
-_MOST_TERMS, _MOST_NODES, _MOST_BELOW = 512, 32, 10_000
+_MOST_TERMS, _MOST_NODES, MOST_BELOW = 512, 32, 10_000
 #: The last loss that was read.
 _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 
@@ -153,7 +151,7 @@ class Term:
     def classes(self) -> int:
         """Number of classes of a cross entropy; 0: it is none, or has no gradient."""
         below = self.leaf.next_functions[0][0] if self.name.startswith("NllLoss") else None
-        return 0 if below is None else _shape(below)[min(1, len(_shape(below)) - 1)]
+        return 0 if below is None else shape_of(below)[min(1, len(shape_of(below)) - 1)]
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -248,7 +246,7 @@ class _Reader:
                 # The other summand has no gradient.
                 [(edge, sign)] = summands
                 path = replace(path.below(edge[0], sign), added=True)
-            elif does == "factor" and (found := _factor(node)) is not None:
+            elif does == "factor" and (found := factor_of(node)) is not None:
                 edge, path = found[0], path.times(found[1])
             else:
                 break
@@ -256,10 +254,10 @@ class _Reader:
 
     def _reduced(self, node: Any, does: str, path: Path) -> Iterator[Term]:
         """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
-        below = _live(node)[0]
+        below = live_edges(node)[0]
         stacked, parts = _stacked(below[0]), [(below, path)]
         # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
-        multiplies = type(node).__name__.startswith(_PRODUCTS) and (bool(stacked) or len(_live(node)) > 1)
+        multiplies = type(node).__name__.startswith(PRODUCTS) and (bool(stacked) or len(live_edges(node)) > 1)
         hides = node if multiplies else below[0] if _does(below[0]) == "choose" else None
         if hides is not None:
             yield Term(type(hides).__name__, node, path, readable=False, learnt=_is_learnt(node))
@@ -273,7 +271,7 @@ class _Reader:
             # mean(x + number) = mean(x) + number
             parts = [(each, path.below(each[0], sign)) for each, sign in _summands(below[0])]
         for each, part in parts:
-            if len(parts) > 1 and _shape(each[0]) == ():
+            if len(parts) > 1 and shape_of(each[0]) == ():
                 yield from self.terms(each, part)
                 continue
             inner = list(_inner(each)) if self.deep and does != "loss" else []
@@ -288,17 +286,17 @@ def _does(node: Any) -> str:
     return "loss" if reduces else ROWS.get(type(node).__name__.rpartition("Backward")[0], "")
 
 
-def _live(node: Any) -> list[Edge]:
+def live_edges(node: Any) -> list[Edge]:
     """The edges to what has a gradient."""
     return [each for each in node.next_functions if each[0] is not None]
 
 
 def _passed(node: Any, output: int) -> Edge:
     """The edge below a node that keeps a number; DDP's maps each input to one output."""
-    return node.next_functions[output] if type(node).__name__.startswith("_DDP") else _live(node)[0]
+    return node.next_functions[output] if type(node).__name__.startswith("_DDP") else live_edges(node)[0]
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> tuple[int, ...]:
     """The shape of a node's output; before torch 2.5, the shape of its gradient."""
     if hasattr(node, "_input_metadata"):
         return tuple(node._input_metadata[0].shape) if node._input_metadata else ()
@@ -323,7 +321,7 @@ def _summands(node: Any) -> list[tuple[Edge, float]]:
     return [(each, sign) for each, sign in zip(node.next_functions, signs, strict=False) if each[0] is not None]
 
 
-def _factor(node: Any) -> tuple[Edge, Factor] | None:
+def factor_of(node: Any) -> tuple[Edge, Factor] | None:
     """The edge below a product, quotient or selection with a number, and the number; None: there is no such number."""
     kind = type(node).__name__.rpartition("Backward")[0]
     if kind == "Neg":
@@ -345,30 +343,30 @@ def _factor(node: Any) -> tuple[Edge, Factor] | None:
 
 def _number_below(node: Any, does: str) -> Edge | None:
     """The single number that a mean or sum reduces, or that a mean has for every element; None: it reduces more."""
-    below = _live(node)[0]
+    below = live_edges(node)[0]
     if does == "mean" and type(below[0]).__name__ == "ExpandBackward0":
-        expanded = _live(below[0])[0]
-        return expanded if _shape(expanded[0]) == () else None
+        expanded = live_edges(below[0])[0]
+        return expanded if shape_of(expanded[0]) == () else None
     return below if does != "loss" and _is_number(below[0]) else None
 
 
 def _stacked(node: Any) -> list[Edge]:
     """The single numbers that a node has stacked; empty: it stacks tensors, or nothing."""
-    live = _live(node) if _does(node) == "stack" else []
+    live = live_edges(node) if _does(node) == "stack" else []
     return live if all(_is_number(each) for each, _ in live) else []
 
 
 def _is_number(node: Any) -> bool:
     """Whether a node returns a single number, or makes a vector of one."""
-    if _shape(node) == ():
+    if shape_of(node) == ():
         return True
     # An expanded number is no vector of one.
-    return _does(node) == "pass" and math.prod(_shape(node)) == 1 and _shape(node.next_functions[0][0]) == ()
+    return _does(node) == "pass" and math.prod(shape_of(node)) == 1 and shape_of(node.next_functions[0][0]) == ()
 
 
 def _adds_a_number(node: Any) -> bool:
     """Whether a node adds a single number to every element of a tensor."""
-    return _does(node) == "add" and sorted(_shape(each) == () for each, _ in _live(node)) == [False, True]
+    return _does(node) == "add" and sorted(shape_of(each) == () for each, _ in live_edges(node)) == [False, True]
 
 
 def _own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
@@ -380,7 +378,7 @@ def _own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
     total = getattr(node, "_saved_total_weight", None)
     if total is None:
         # Before torch 2.5 a shape takes a gradient.
-        shape = _shape(below)
+        shape = shape_of(below)
         total = float(math.prod(shape[:1] if type(node).__name__ in _BY_ROW else shape))
     return [Factor(total, divides=True)]
 
@@ -392,7 +390,7 @@ def _inner(edge: Edge) -> Iterator[Factor]:
         does = _does(node)
         if does == "factor":
             try:
-                found = _factor(node)
+                found = factor_of(node)
             except ContractError:
                 # A tensor that was not saved, and so no single number.
                 return
@@ -404,66 +402,10 @@ def _inner(edge: Edge) -> Iterator[Factor]:
             edge = _passed(node, output)
         elif does == "mean":
             # Over some dimensions.
-            edge = _live(node)[0]
-            yield Factor(float(node._saved_self_sym_numel) / math.prod(_shape(node)), divides=True)
+            edge = live_edges(node)[0]
+            yield Factor(float(node._saved_self_sym_numel) / math.prod(shape_of(node)), divides=True)
         else:
             return
-
-
-def holds_layers(node: Any) -> bool:
-    """Whether there is a layer of a model among the nodes searched below one."""
-    return any(_is_layer(each) for each in _below(node))
-
-
-def sorts_elements(node: Any) -> bool:
-    """Whether all elements of a reduction are sorted, above the first layer, of which some may then be left out."""
-    sorts = (each for each in _below(node) if type(each).__name__.startswith(("SortBackward", "TopkBackward")))
-    # Before torch 2.5 nodes do not show their shape once the loss is gone.
-    return any(len(_shape(each)) == 1 for each in sorts if hasattr(each, "_input_metadata"))
-
-
-def picks_elements(node: Any) -> bool:
-    """Whether elements of a reduction are picked, above the first layer, perhaps by their rank in the batch."""
-    return any(type(each).__name__.startswith(("Index", "MaskedSelect")) for each in _below(node))
-
-
-def weights_elements(node: Any) -> bool:
-    """Whether elements of a reduction are multiplied, above the first layer, by numbers of their own without gradient.
-
-    These may be statistics of the batch, such as the mean reward or the weights of its classes.
-    """
-    return any(map(_has_weights, _below(node)))
-
-
-def _below(node: Any) -> Iterator[Any]:
-    """A node and those below it, down to the first layers."""
-    seen, pending = {node}, [node]
-    while pending and len(seen) < _MOST_BELOW:
-        below = pending.pop()
-        yield below
-        new = set() if _is_layer(below) else {each for each, _ in _live(below)} - seen
-        seen |= new
-        pending.extend(new)
-
-
-def _is_layer(node: Any) -> bool:
-    return type(node).__name__.startswith(_LAYERS)
-
-
-def _has_weights(node: Any) -> bool:
-    """Whether a node multiplies a tensor by another one without gradient."""
-    if type(node).__name__.startswith(_PRODUCTS):
-        return len(_live(node)) == 1
-    multiplies = type(node).__name__.startswith(("MulBackward", "DivBackward"))
-    try:
-        if hasattr(node, "_saved_reduction"):
-            return any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight"))
-        found = _factor(node) if multiplies else None
-    except ContractError:
-        # A tensor that was not saved, and so no single number.
-        return True
-    value = 1.0 if found is None or found[1].learnt else found[1].value
-    return isinstance(value, Tensor) and value.numel() > 1
 
 
 def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
@@ -472,11 +414,11 @@ def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
         return left > 0
     if type(node).__name__ == "AccumulateGrad":
         return True
-    if getattr(node, "_saved_reduction", 0) or math.prod(_shape(node)) != 1:
+    if getattr(node, "_saved_reduction", 0) or math.prod(shape_of(node)) != 1:
         return False
     below = [each for each, _ in node.next_functions]
     leaves = [each for each in below if type(each).__name__ == "AccumulateGrad"]
     picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
-    if not picks and any(math.prod(_shape(each)) != 1 for each in leaves):
+    if not picks and any(math.prod(shape_of(each)) != 1 for each in leaves):
         return False
     return all(_is_learnt(each, left - 1) for each in below)

@@ -16,20 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import Gather, SyncedRanks
 from hf_accum_fix.accumulation.choose import Choice
-from hf_accum_fix.accumulation.conclude import (
-    NUMBERS,
-    SHOWN,
-    Comparison,
-    Setting,
-    conclude,
-    number_rule,
-    upstream_first,
-    without_number,
-)
+from hf_accum_fix.accumulation.comparison import Comparison, Setting
+from hf_accum_fix.accumulation.conclude import conclude
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.number import NUMBERS, SHOWN, number_rule, upstream_first, without_number
 from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hf_accum_fix.accumulation.conclude import Setting
+from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.reading import Reading, TermReading

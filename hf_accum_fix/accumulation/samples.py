@@ -9,19 +9,27 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hf_accum_fix.accumulation.items import has_rows, sample_count
-from hf_accum_fix.accumulation.rules import BLOCKS, has_ignored, listed_targets, ways_of_counting
+from hf_accum_fix.accumulation.items import sample_count
+from hf_accum_fix.accumulation.rows import (
+    Batch,
+    Parts,
+    can_divide,
+    divide,
+    join,
+    join_all,
+    mappings_in,
+    masks_of,
+    narrow,
+    one_row,
+    take_rows,
+    widths_of,
+)
+from hf_accum_fix.accumulation.rules import BLOCKS, listed_targets, ways_of_counting
 
-Batch = Mapping[str, Any]
 #: Samples that show that they are coupled, as a pair may not: by classes, ranks, or what is frequent among them.
 _ENOUGH = 4
-#: A batch, and two parts of it.
-Parts = tuple[Batch, Batch, Batch]
 
 
 class Split(NamedTuple):
@@ -47,7 +55,7 @@ class Split(NamedTuple):
     @property
     def pads(self) -> bool:
         """Whether a part is padded further in the whole."""
-        return self.apart and bool(_widths(self.one) ^ _widths(self.other))
+        return self.apart and bool(widths_of(self.one) ^ widths_of(self.other))
 
     @property
     def shows_coupling(self) -> bool:
@@ -69,7 +77,7 @@ def splits(window: Sequence[Batch], *, has_decoder: bool = False) -> Iterator[Sp
     yield from samples.micro_batches()
     yield from samples.groups()
     batch, others = samples.batch, samples.others
-    if (twice := _joined(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
+    if (twice := join(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
         yield Split(twice, batch, batch)
     one, other, *_ = (*others, batch, batch)
     for together in ((batch, one, other), *((each, each, each) for each in samples.ordered)):
@@ -101,7 +109,7 @@ class _Samples:
         missing = unseen.difference(*(_marks(each) for each in rest if _informative(each)[0]))
         others = [each for each in reversed(rest) if _informative(each)[0] or missing & _marks(each)] or rest
         # One of another width shows whether the loss depends on padding.
-        others.sort(key=lambda each: -len(_widths(batch) ^ _widths(each)))
+        others.sort(key=lambda each: -len(widths_of(batch) ^ widths_of(each)))
         return cls(ordered, others, unseen, has_decoder)
 
     @property
@@ -117,7 +125,7 @@ class _Samples:
     @property
     def by_row(self) -> bool:
         """Whether it can be split by rows."""
-        return self.rows > 1 and _divides(self.batch, self.rows)
+        return self.rows > 1 and can_divide(self.batch, self.rows)
 
     @property
     def unlike(self) -> list[Batch]:
@@ -133,21 +141,21 @@ class _Samples:
         batch, others, tasks = self.batch, self.others, bool(self.unseen)
         narrowed = partial(_narrowed, has_decoder=self.has_decoder, kind="narrowed", narrowed=True)
         more = self.unlike
-        shows_padding = any(True for part in _mappings(batch) for _ in _masks(part))
-        hides_padding = not shows_padding and any(_widths(batch) ^ _widths(each) for each in others[:1])
-        whole = _all_joined([batch, *more]) if tasks or hides_padding or self.rows < _ENOUGH else batch
-        if more and whole is not None and whole is not batch and _divides(whole, sample_count(whole)):
+        shows_padding = any(True for part in mappings_in(batch) for _ in masks_of(part))
+        hides_padding = not shows_padding and any(widths_of(batch) ^ widths_of(each) for each in others[:1])
+        whole = join_all([batch, *more]) if tasks or hides_padding or self.rows < _ENOUGH else batch
+        if more and whole is not None and whole is not batch and can_divide(whole, sample_count(whole)):
             found = [*narrowed(whole, tasks=tasks)]
-            if _widths(batch) ^ _widths(others[0]) and not any(each.pads for each in found):
+            if widths_of(batch) ^ widths_of(others[0]) and not any(each.pads for each in found):
                 # No mask shows where samples end.
-                rest = _all_joined(more)
+                rest = join_all(more)
                 assert rest is not None
                 found = [Split(whole, batch, rest, kind="narrowed", narrowed=True, tasks=tasks)]
             yield from found
         else:
             yield from (each for each in narrowed(batch) if each.pads)
         rows = _with_unlike(batch, _least_row(batch, self.rows))
-        yield from _of_one_kind("rows", (_one_row(batch, row) for row in rows))
+        yield from _of_one_kind("rows", (one_row(batch, row) for row in rows))
 
     def micro_batches(self) -> Iterator[Split]:
         """Several micro-batches and the batch of all, where one has no rows to split."""
@@ -157,20 +165,20 @@ class _Samples:
             yield from _of_several(chosen, tasks=bool(self.unseen))
         # The last one is most similar, so a sum over tasks has fewer terms there.
         for other in () if self.by_row else self.others[:: max(len(self.others) - 1, 1)]:
-            if (both := _joined(self.batch, other)) is not None:
+            if (both := join(self.batch, other)) is not None:
                 yield Split(both, self.batch, other, tasks=bool(self.unseen & _marks(other)), kind="micro-batches")
 
     def _grouped(self, batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
-        """As `_divided`, each part only as wide as its own samples: what adds up as wide as it is may not else."""
-        whole, *parts = _divided(batch, group_of, height)
-        one, other = (_narrow(each, has_decoder=self.has_decoder) for each in parts)
+        """As `divided`, each part only as wide as its own samples: what adds up as wide as it is may not else."""
+        whole, *parts = divide(batch, group_of, height)
+        one, other = (narrow(each, has_decoder=self.has_decoder) for each in parts)
         return whole, one, other
 
     def groups(self) -> Iterator[Split]:
         """Rows that belong together: next to one another, in blocks, or with those of another micro-batch."""
         batch, rows = self.batch, self.rows
         alike = [batch, *(each for each in self.others if sample_count(each) == rows)]
-        by_rows = [each for each in alike if self.by_row and _divides(each, rows)]
+        by_rows = [each for each in alike if self.by_row and can_divide(each, rows)]
         for size in (size for size in range(2, rows // 2 + 1) if rows % size == 0):
             divided = (self._grouped(each, [row // size for row in range(rows)]) for each in by_rows)
             yield from _of_one_kind(f"groups of {size}", divided)
@@ -179,13 +187,13 @@ class _Samples:
             # A row of every block is a pair (DPO), or a triple (TPO).
             height = rows // number
             flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
-            in_blocks = [each for each in flat if _divides(each, rows, height)]
+            in_blocks = [each for each in flat if can_divide(each, rows, height)]
             if height > 1 and in_blocks and in_blocks[0] is batch:
                 divided = (self._grouped(each, [row % height for row in range(rows)], height) for each in in_blocks)
                 yield from _of_one_kind(f"{number} blocks", divided)
         for kind, fits in (("merged", not self.unseen), ("interleaved", bool(blocks))):
             if self.by_row and fits:
-                joined = ((_joined(batch, other, interleaved=kind == "interleaved"), other) for other in self.others)
+                joined = ((join(batch, other, interleaved=kind == "interleaved"), other) for other in self.others)
                 # Where rows alone cannot be run, these are all that shows coupled samples.
                 yield from _of_one_kind(kind, ((both, batch, other) for both, other in joined if both is not None), 3)
 
@@ -203,20 +211,15 @@ def _narrowed(whole: Batch, *, has_decoder: bool, **given: Any) -> Iterator[Spli
     for place, row in enumerate(rows):
         # Where no numbers repeat, the second is for a loss whose terms the first lacks.
         decides = place + 1 == len(rows) or not repeats
-        _, one, other = _one_row(whole, row)
-        one, other = _narrow(one, has_decoder=has_decoder), _narrow(other, has_decoder=has_decoder)
+        _, one, other = one_row(whole, row)
+        one, other = narrow(one, has_decoder=has_decoder), narrow(other, has_decoder=has_decoder)
         yield Split(whole, one, other, decides=decides, **given)
-
-
-def _one_row(batch: Batch, row: int) -> Parts:
-    """A batch, one of its rows, and all others."""
-    return _divided(batch, [int(each != row) for each in range(sample_count(batch))])
 
 
 def _lengths(batch: Batch) -> list[int]:
     """The tokens of each row, as far as masks show them."""
     rows = sample_count(batch)
-    masks = (mask for part in _mappings(batch) for _, mask in _masks(part) if len(mask) == rows)
+    masks = (mask for part in mappings_in(batch) for _, mask in masks_of(part) if len(mask) == rows)
     lengths = [[0] * rows, *((mask != 0).sum(1).tolist() for mask in masks)]
     return [sum(each) for each in zip(*lengths, strict=True)]
 
@@ -234,7 +237,7 @@ def _alone(batch: Batch, lengths: Sequence[int]) -> list[int]:
     A weight over the greatest value of such an input shows in one of them, or in the rest.
     """
     rule = next(ways_of_counting(batch))
-    counts = [float(rule.count(_rows(batch, [row]))) for row in range(sample_count(batch))]
+    counts = [float(rule.count(take_rows(batch, [row]))) for row in range(sample_count(batch))]
     first, *others = sorted(range(len(counts)), key=lambda row: (not counts[row], lengths[row], counts[row]))
     return _with_unlike(batch, first, others) if _repeating(batch) else [first, others[0]]
 
@@ -246,70 +249,17 @@ def _with_unlike(batch: Batch, row: int, others: Sequence[int] = ()) -> list[int
     return [row, unlike] if repeating else [row]
 
 
-def _narrow(part: Batch, *, has_decoder: bool) -> dict[str, Any]:
-    """A part of a batch without the columns that only pad it: each text by its own mask, a decoder's by its targets."""
-    masks = {key.replace("attention_mask", ""): value != 0 for key, value in _masks(part)}
-    labels = part.get("labels")
-    targets = labels != -100 if has_decoder and isinstance(labels, Tensor) and labels.ndim == 2 else None
-
-    def cut(key: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _narrow(value, has_decoder=has_decoder)
-        if not isinstance(value, Tensor) or value.ndim < 2:
-            return value
-        text = max((each for each in masks if each and each in key), key=len, default="")
-        kept = masks.get(text) if text or not key.startswith("decoder") else None
-        is_decoders = kept is None or value.shape[:2] != kept.shape
-        if is_decoders:
-            kept = targets if "label" in key or key.startswith("decoder") else None
-        if kept is None or value.shape[:2] != kept.shape:
-            return value
-        columns = kept.any(0).nonzero().flatten().tolist() or [0]
-        own = slice(0 if is_decoders else columns[0], columns[-1] + 1)
-        rest = torch.cat([value[:, : own.start], value[:, own.stop :]], 1)
-        # Another text, or its labels, may be as wide by chance.
-        is_labels = "label" in key or has_ignored(value)
-        may_be_others = value.ndim == 2 and "position" not in key and key != "input_ids" and rest.numel() > 0
-        padding = -100 if is_labels else rest[0, 0] if may_be_others else rest
-        return value if bool((rest != padding).any()) else value[:, own]
-
-    return {key: cut(key, value) for key, value in part.items()}
-
-
-def _masks(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The masks of a batch's texts, with their names."""
-    for key, value in batch.items():
-        if "attention_mask" in key and isinstance(value, Tensor) and value.ndim == 2:
-            yield key, value
-
-
 def _of_several(chosen: list[Batch], *, tasks: bool) -> Iterator[Split]:
     """Some micro-batches of one sample as one batch: one of `_alone` and the rest, and the widest and the rest."""
-    chosen.sort(key=lambda each: sum(width for _, width in _widths(each)))
-    whole = _all_joined(chosen)
+    chosen.sort(key=lambda each: sum(width for _, width in widths_of(each)))
+    whole = join_all(chosen)
     if whole is None or len(chosen) < 3:
         return
     telling = _alone(whole, range(len(chosen)))[: 1 + bool(_repeating(whole))]
     for place, alone in enumerate(dict.fromkeys((*telling, len(chosen) - 1))):
-        if rest := _all_joined([each for row, each in enumerate(chosen) if row != alone]):
+        if rest := join_all([each for row, each in enumerate(chosen) if row != alone]):
             decides = place + 1 >= len(telling)
             yield Split(whole, chosen[alone], rest, tasks=tasks, kind="micro-batches", decides=decides)
-
-
-def _all_joined(batches: Sequence[Batch]) -> Batch | None:
-    """Micro-batches as one; None as for `_joined`."""
-    whole: Batch | None = batches[0]
-    for each in batches[1:]:
-        whole = whole and _joined(whole, each)
-    return whole
-
-
-def _divided(batch: Batch, group_of: Sequence[int], height: int = 0) -> Parts:
-    """A batch, the rows of its first group, and all others; ``group_of``: by row; ``height`` as for `_rows`."""
-    first = min(group_of)
-    one = [row for row, group in enumerate(group_of) if group == first]
-    other = [row for row, group in enumerate(group_of) if group != first]
-    return batch, _rows(batch, one, height), _rows(batch, other, height)
 
 
 def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
@@ -335,20 +285,6 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, float]]:
     return {(key, each) for key, each in marks - _marks(batch) if key in few}
 
 
-def _widths(batch: Batch) -> set[tuple[str, int]]:
-    """The number of columns of inputs that have rows and columns."""
-    each = (pair for part in _mappings(batch) for pair in part.items())
-    return {(key, value.shape[1]) for key, value in each if isinstance(value, Tensor) and value.ndim == 2}
-
-
-def _mappings(batch: Batch) -> Iterator[Batch]:
-    """A batch, and the mappings in it (texts to forget and to retain)."""
-    yield batch
-    for value in batch.values():
-        if isinstance(value, Mapping):
-            yield from _mappings(value)
-
-
 def unvaried(window: Sequence[Batch], *, values: bool) -> set[str]:
     """The inputs that are as wide in all micro-batches of a window, so that padding does not show.
 
@@ -367,100 +303,14 @@ def unvaried(window: Sequence[Batch], *, values: bool) -> set[str]:
     return found
 
 
-def _divides(batch: Batch, *heights: int) -> bool:
-    """Whether a batch can be split by rows: every input has one of these numbers of rows."""
-    return all(_is_plain(value) and len(value) in heights for value in _sized(batch))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value can be indexed by rows: sparse and nested tensors cannot."""
-    return not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_nested)
-
-
-def _sized(batch: Batch) -> Iterator[Any]:
-    """The values that may have a row for each sample, also inside nested inputs."""
-    for value in batch.values():
-        if isinstance(value, Mapping):
-            yield from _sized(value)
-        elif has_rows(value):
-            yield value
-
-
 def _least_row(batch: Batch, rows: int) -> int:
     """The row with the fewest targets above 0; of listed targets the one furthest from the mean."""
     listed = next(listed_targets(batch), None)
     if listed is not None:
-        counts = [float(listed.count(_rows(batch, [row]))) for row in range(rows)]
+        counts = [float(listed.count(take_rows(batch, [row]))) for row in range(rows)]
         return max(range(rows), key=lambda row: abs(counts[row] - sum(counts) / rows))
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim == 0:
         return 0
     counts = (labels != -100).flatten(1).sum(1).tolist() if labels.ndim > 1 else (labels != -100).tolist()
     return min(range(rows), key=lambda row: (counts[row] == 0, counts[row]))
-
-
-def _rows(batch: Batch, rows: Sequence[int], height: int = 0) -> dict[str, Any]:
-    """Some rows; an input of ``height`` rows, the first block, has one row for each of that block."""
-
-    def taken(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _rows(value, rows)
-        chosen = [row for row in rows if row < height] if has_rows(value) and len(value) == height else [*rows]
-        if isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0:
-            return value[chosen]
-        return type(value)(value[row] for row in chosen) if type(value) in (list, tuple) else value
-
-    return {key: taken(value) for key, value in batch.items()}
-
-
-def _joined(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str, Any] | None:
-    """Two micro-batches as one, padded on the side where they are; None where that cannot be done safely.
-
-    A batch joined with itself keeps what has no rows.
-    """
-    result: dict[str, Any] = {}
-    on_left = _pads_on_left(one) | _pads_on_left(other)
-    for key, value in one.items():
-        second: Any = other.get(key)
-        joined: Any = None
-        if isinstance(value, Tensor) and isinstance(second, Tensor):
-            joined = _concatenated(key, value, second, interleaved=interleaved, on_left=key in on_left)
-        elif isinstance(value, Mapping) and isinstance(second, Mapping):
-            joined = _joined(value, second, interleaved=interleaved)
-        elif not interleaved and isinstance(value, np.ndarray) and value.ndim and value is second:
-            joined = np.concatenate([value, value])
-        elif not interleaved and isinstance(value, (list, tuple)) and type(value) is type(second):
-            joined = type(value)([*value, *second])
-        elif key.startswith("max_") and isinstance(value, int) and isinstance(second, int):
-            # A size of the batch, as of its longest row.
-            joined = max(value, second)
-        if joined is None and value is not None and value is not second and not isinstance(value, (bool, str)):
-            return None
-        result[key] = value if joined is None else joined
-    return result
-
-
-def _pads_on_left(batch: Batch) -> set[str]:
-    """The inputs that are padded on the left, as wide as the mask that shows it."""
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask[:, 0].all()) or not bool(mask[:, -1].all()):
-        return set()
-    return {key for key, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == mask.shape}
-
-
-def _concatenated(key: str, one: Tensor, other: Tensor, *, interleaved: bool, on_left: bool) -> Tensor | None:
-    """Two inputs as one; position ids of three axes have their samples second."""
-    if one.ndim == 0 or one.ndim != other.ndim or not (_is_plain(one) and _is_plain(other)):
-        return None
-    if one.ndim == 2 or (one.ndim > 1 and not one.is_floating_point()):
-        width = max(one.shape[-1], other.shape[-1])
-        fill = -100 if "label" in key or has_ignored(one) or has_ignored(other) else 0
-        more = [width - each.shape[-1] for each in (one, other)]
-        sides = [(each, 0) if on_left else (0, each) for each in more]
-        one, other = (F.pad(each, side, value=fill) for each, side in zip((one, other), sides, strict=True))
-    axis = int("position" in key and one.ndim == 3 and len(one) == 3)
-    if one.movedim(axis, 0).shape[1:] != other.movedim(axis, 0).shape[1:]:
-        return None
-    if not interleaved:
-        return torch.cat([one, other], axis)
-    return torch.stack([one, other], axis + 1).flatten(axis, axis + 1) if one.shape == other.shape else None

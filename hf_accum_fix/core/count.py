@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.conclude import NUMBERS
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.number import NUMBERS
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.reading import ForgottenError, LossRun, run_with_graph

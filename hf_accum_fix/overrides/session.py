@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.conclude import Setting
+from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE

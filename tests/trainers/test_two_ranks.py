@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.conclude import Setting
+from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
