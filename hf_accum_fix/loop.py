@@ -139,12 +139,9 @@ class LoopHost(Host):
                 "num_items_in_batch; expected Reduction.MEAN"
             )
 
-    def observe(self, batches: Sequence[Batch], number: Any) -> LossContract | None:
-        # A model may run collectives.
-        gather = self.gather if self.world_size > 1 else None
+    def observe(self, batches: Sequence[Batch], number: Any, synced: SyncedRanks) -> LossContract | None:
         if (model := self.model) is None or not batches:
-            with SyncedRanks(gather):
-                return None
+            return None
         bare = self.bare(model)
         required = self.passes_number and requires_number(bare)
         setting = Setting(
@@ -157,7 +154,7 @@ class LoopHost(Host):
             decoder_pad=decoder_pad(bare),
         )
         with self.loss_run(batches) as loss:
-            found = observe(loss, batches, setting, gather)
+            found = observe(loss, batches, setting, synced)
         return found.by_rule() if is_compiled(model) else found
 
     @contextmanager

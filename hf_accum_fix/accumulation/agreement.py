@@ -19,7 +19,7 @@ class SyncedRanks:
     Without ``gather`` there is one rank.
     """
 
-    def __init__(self, gather: Gather | None) -> None:
+    def __init__(self, gather: Gather | None = None) -> None:
         self._gather = gather
 
     @property

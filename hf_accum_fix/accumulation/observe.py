@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_accum_fix.accumulation.agreement import Gather, SyncedRanks
+from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.choose import Choice
 from hf_accum_fix.accumulation.comparison import Comparison, Setting
 from hf_accum_fix.accumulation.conclude import conclude
@@ -43,20 +43,17 @@ logger = logging.getLogger("hf_accum_fix")
 
 
 def observe(
-    loss: LossRun, window: Sequence[Mapping[str, Any]], setting: Setting, gather: Gather | None = None
+    loss: LossRun, window: Sequence[Mapping[str, Any]], setting: Setting, ranks: SyncedRanks | None = None
 ) -> LossContract:
     """Observe how a loss is reduced, on samples of one window, and restore all state (see `preserved_state`).
 
-    ``window``: the micro-batches; ``setting``: of the training; ``gather``: as for `SyncedRanks`.
+    ``window``: the micro-batches; ``setting``: of the training; ``ranks``: all that observe; None: this one alone.
     """
     # Repeated samples serve as well as any.
     batches = [dict(batch) if isinstance(batch, ZeroWeightBatch) else batch for batch in window]
     sharded = holds_shards(loss.model)
-    with (
-        preserved_state(loss.model, *loss.others, leave=loss.leave, sharded=sharded) as state,
-        SyncedRanks(gather) as ranks,
-    ):
-        return _Observation(loss, batches, setting, state, ranks, sharded).contract()
+    with preserved_state(loss.model, *loss.others, leave=loss.leave, sharded=sharded) as state:
+        return _Observation(loss, batches, setting, state, ranks or SyncedRanks(), sharded).contract()
 
 
 @dataclass

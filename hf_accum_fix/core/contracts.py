@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_accum_fix.accumulation.agreement import agree
+from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
@@ -79,7 +79,9 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
     """Observe one loss in a window, and update its contract."""
     is_first, error = loss is host.state.first, None
     try:
-        seen = host.observe(batches, number)
+        # A model or a custom loss may run collectives.
+        with SyncedRanks(host.gather if host.world_size > 1 else None) as synced:
+            seen = host.observe(batches, number, synced)
     except Exception as caught:
         seen, error = None, caught
     # Where one rank fails alone, the others would wait for it in training.

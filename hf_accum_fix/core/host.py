@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
+from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import inside_ddp
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
@@ -130,7 +131,7 @@ class Host(ABC):
         """The trained loss, to be run on micro-batches of a window while the context is open."""
 
     @abstractmethod
-    def observe(self, batches: Sequence[Any], number: Any) -> LossContract | None:
+    def observe(self, batches: Sequence[Any], number: Any, synced: SyncedRanks) -> LossContract | None:
         """Observe one loss on its micro-batches; None: there is nothing to observe."""
 
     @abstractmethod

@@ -339,25 +339,20 @@ class Session(Host):
             if name == "sum" or matters:
                 self.warn_once(name, message)
 
-    def observe(self, batches: Sequence[Any], number: Any) -> LossContract | None:
+    def observe(self, batches: Sequence[Any], number: Any, synced: SyncedRanks) -> LossContract | None:
         trainer, step, custom = self.trainer, self.own_step, self.custom_loss is not None
-        # A loss or a model may run collectives.
-        gather = self.gather if self.world_size > 1 else None
-        unobserved = None
+        if not batches:
+            return None
         if not all(isinstance(batch, Mapping) for batch in batches):
             by_divisor = live.declares_scale(trainer)
-            unobserved = LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
-        elif batches and step is not None and not live.names(inspect.unwrap(step), "compute_loss", "accelerator"):
-            unobserved = LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
-        if unobserved is not None or not batches:
-            # A rank that runs nothing keeps step with those that do.
-            with SyncedRanks(gather):
-                return unobserved
+            return LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
+        if step is not None and not live.names(inspect.unwrap(step), "compute_loss", "accelerator"):
+            return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
         setting = self._setting(number)
         try:
             self._settle_shift(batches)
             with self.loss_run(batches) as loss:
-                found = observe(loss, batches, setting, gather)
+                found = observe(loss, batches, setting, synced)
         except Exception:
             logger.error(
                 "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "

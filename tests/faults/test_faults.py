@@ -27,6 +27,7 @@ SAYING = {
     "collator-raises-at-first": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
     "collator-raises-later": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
     "iterator-ends": ("UnevenRanksError", "rank 0 has 3, rank 1 has 0") * 2,
+    "labels-unreadable-where-smoothed": ("ValueError", "these labels", "RankError", "rank 1: ValueError: these labels"),
     "contracts-differ": ("ContractError", "rank 0: is the mean.*rank 1: is a sum") * 2,
 }
 
