@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -43,19 +43,17 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
-from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.reading import LossRun
-from hf_accum_fix.accumulation.rules import is_near
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
+from hf_accum_fix.core.backward import WatchedBackward
 from hf_accum_fix.core.contracts import remarks
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed, reduced_in, reducing, waits_every_micro_batch
+from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, options_from, shows_options
@@ -205,10 +203,7 @@ class AccumulationWindow:
     def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
         self.batches, self._host, self._begun = batches, host, 0
         self._window: Window | None = None
-        #: Of the open micro-batch: the nodes of its losses; `accelerator.backward` runs, or first reads the loss (which
-        #: takes a gradient before torch 2.5); a backward has reached a loss.
-        self._nodes: list[Any] = []
-        self._in_engine = self._reads = self._ran = False
+        self._backward = WatchedBackward(host)
 
     def __len__(self) -> int:
         """G, the micro-batches of this window."""
@@ -230,22 +225,24 @@ class AccumulationWindow:
                 accelerator, which divides it, or ``accelerator.accumulate`` is entered inside.
         """
         host, self._begun = self._host, self._begun + 1
-        self._nodes, self._ran = [], False
+        self._backward = backward = WatchedBackward(host)
         if self._begun > len(self):
             raise SeamError(
                 f"got micro_batch() {self._begun} times in a window of {len(self)} micro-batches; "
                 "expected once for each; enter it around one forward and backward"
             )
         last = self._begun == len(self)
-        with self._watched(), reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
+        with (
+            backward.watched(),
+            reducing(host.accelerator, model, last=last),
+            host.adding(model, len(self), self._begun),
+        ):
             yield
             if host.accelerator is not None and host.accelerator.sync_gradients != last:
                 raise SeamError(
                     "got accelerator.accumulate() inside micro_batch(); expected micro_batch() alone, since both "
                     "choose where ranks reduce and the optimizer steps; remove accumulate()"
                 )
-        if self._nodes and not self._ran:
-            host.report_inexact("the backward of one of its losses was skipped, or ran outside of micro_batch()")
         if self._window is not None:
             self._window.done = self._begun
             if last:
@@ -333,46 +330,8 @@ class AccumulationWindow:
     def _added(self, window: Window, weighed: Weighed) -> Tensor:
         """A loss for backward, added to the window's."""
         window.add(weighed.value)
-        if weighed.loss.requires_grad:
-            self._nodes.append(weighed.loss.grad_fn)
-            weighed.loss.register_hook(self._reached)  # type: ignore[no-untyped-call]
+        self._backward.expect(weighed.loss)
         return weighed.loss
-
-    def _reached(self, gradient: Tensor) -> None:
-        """A hook on the loss, in its backward."""
-        if self._reads:
-            return
-        host, self._ran = self._host, True
-        divisor = engine_divisor(host.accelerator)
-        if divisor != 1 and not self._in_engine:
-            raise SeamError(
-                f"got loss.backward() on a loss that accelerator.backward(loss) divides by {divisor}; expected the "
-                "latter; call it, or pass steps=G and no accelerator"
-            )
-        # A first window that is observed waits anyway; a loss scaler multiplies, and so may DeepSpeed.
-        looks = host.state.opened == 1 and (host.on_cpu or host.options.contract is None)
-        is_scaled = getattr(host.accelerator, "scaler", None) is not None or is_deepspeed(host.accelerator)
-        if looks and not is_scaled and not is_near(times := float(gradient) * divisor, 1.0, 1e-2):
-            host.report_inexact(f"its loss was multiplied by {times:g} after it was returned, which the log lacks")
-
-    def _watched(self) -> AbstractContextManager[Any]:
-        """Around a micro-batch, to see whether the accelerator runs its backward."""
-        accelerator = self._host.accelerator
-        if accelerator is None:
-            return nullcontext()
-        original = accelerator.backward
-
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._nodes and loss.grad_fn not in self._nodes:
-                with overridden(self, "_reads", True):
-                    others = [term.name for term in read(loss, self._nodes) if term.leaf not in self._nodes]
-                if others:
-                    words = f"{', '.join(others)} was added to its loss after that was returned"
-                    self._host.report_inexact(f"{words}: it is averaged over G micro-batches, and the log lacks it")
-            with overridden(self, "_in_engine", True):
-                return original(loss, *args, **kwargs)
-
-        return overridden(accelerator, "backward", backward)
 
     def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""
