@@ -92,11 +92,6 @@ def _check_mean(
         # The classes of this batch may weigh alike.
         rules = {}
     if rules and all(is_padded(rule, batches[0]) for rule in rules) and not alone:
-        if others := matching_rules(n, batches, (), known, given=True):
-            # Smoothed labels: as many classes as positions.
-            by_class = next(iter(others.values()))
-            doubt = f"{whole.name} is a mean over {by_class:g} classes of its items, or over all positions"
-            return candidate.judged(doubt, rules=others)
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         doubt = "" if compared.setting.has_z_loss else doubt
         return candidate.judged(doubt, how=How.ROUTER, rules=rules)

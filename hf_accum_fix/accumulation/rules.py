@@ -31,16 +31,13 @@ def matching_rules(
     batches: Sequence[Mapping[str, Any]],
     ignored: Sequence[int] = (-100,),
     named: Sequence[Items] = (),
-    *,
-    given: bool = False,
 ) -> dict[Items, float]:
     """The rules in proportion to these counts in every batch, and the ratio of count to rule.
 
-    ``named``: rules known from elsewhere in the loss, which come first; ``given``: they are the only ones.
-    ``ignored`` as for `ways_of_counting`.
+    ``named``: rules known from elsewhere in the loss, which come first; ``ignored`` as for `ways_of_counting`.
     """
     in_proportion: dict[Items, float] = {}
-    rules = dict.fromkeys((*named, *(() if given else ways_of_counting(batches[0], ignored))))
+    rules = dict.fromkeys((*named, *ways_of_counting(batches[0], ignored)))
     for rule in (each for each in rules if all(map(each.has_targets, batches))):
         by_rule = [float(rule.count(batch)) for batch in batches]
         ratio = counts[0] / by_rule[0] if by_rule[0] else 0.0
@@ -54,7 +51,7 @@ def matching_rules(
         # rule is in proportion to.
         whole = {rule for rule, n in in_proportion.items() if any(_is_close(each, round(each)) for each in (n, 1 / n))}
         found |= {rule: ratio for rule, ratio in in_proportion.items() if rule in whole and rule not in found}
-    mixed = None if found or given else _mixed(counts, batches)
+    mixed = None if found else _mixed(counts, batches)
     return found if mixed is None else {mixed: 1.0}
 
 
