@@ -76,7 +76,6 @@ class LoopHost(Host):
 
     def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
         super().__init__(options)
-        self.state.first.contract = options.contract
         self.accelerator, self._steps = accelerator, steps
         launched = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
@@ -121,7 +120,7 @@ class LoopHost(Host):
 
     def look(self, batches: Sequence[Batch]) -> None:
         model, given = self.model, self.options.contract
-        if model is None and batches and not self.state.first.is_settled:
+        if model is None and given is None and batches and not self.state.first.is_settled:
             raise ContractError(
                 "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
                 "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
@@ -176,10 +175,11 @@ class LoopHost(Host):
 
     def settled(self, contract: LossContract, micro_batches: int) -> None:
         model, first, facts = self.model, self.state.first, {"trainer": "accumulation_windows"}
-        if model is None or not (first.is_settled or first.has_target):
+        if not (first.is_settled or first.has_target):
             return
         if first.is_settled:
-            reduced = reduced_in(self.accelerator, model) if self.world_size > 1 else []
+            # A custom loss shows no model.
+            reduced = reduced_in(self.accelerator, model) if self.world_size > 1 and model is not None else []
             self.record(contract, micro_batches, **facts, reduced_in=reduced, stock_gradient_factor=None)
             logger.info("%s: the loss %s; G=%d, W=%d.", self.head, contract, micro_batches, self.world_size)
         for name, message in remarks(self.head, contract, first.attempts):
@@ -291,7 +291,7 @@ class AccumulationWindow:
         host, window, batch = self._host, self._counted(None, loss.device), self._as_its_own(batch)
         part, items = window.part_of(batch), window.items_of(batch)
         if unlike := unlike_declared(loss, part, items):
-            host.warn_once(
+            host.warn_inexact(
                 "declared",
                 f"scale(): got a loss that {unlike}, by its graph; expected one that {part.contract}; pass its true "
                 "contract; until then it gets the plain mean over micro-batches, and is not exact",
@@ -361,7 +361,7 @@ class AccumulationWindows:
     @property
     def contract(self) -> LossContract | None:
         """How the loss is reduced: as given, or observed from the first window on."""
-        return self._host.contract
+        return self._host.options.contract or self._host.contract
 
     @property
     def world_size(self) -> int:

@@ -38,7 +38,7 @@ class Told(LoopHost):
     def look(self, batches: Sequence[Any]) -> None:
         """Nothing computes the loss."""
 
-    def observe(self, batches: Sequence[Any], number: Any) -> LossContract | None:
+    def observe(self, batches: Sequence[Any], number: Any, synced: Any) -> LossContract | None:
         seen, error = self.seen
         if error is not None:
             raise error

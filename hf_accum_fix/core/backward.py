@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,9 @@ from hf_accum_fix.accumulation.rules import is_near
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.errors import SeamError
+
+#: The least that a loss scaler begins at; more than the micro-batches that a loop may multiply by.
+_LEAST_SCALE = 2.0**7
 
 
 class WatchedBackward:
@@ -75,5 +79,13 @@ class WatchedBackward:
         # A first window that is observed waits anyway; a loss scaler multiplies, and so may DeepSpeed.
         looks = host.state.opened == 1 and (host.on_cpu or host.options.contract is None)
         is_scaled = getattr(host.accelerator, "scaler", None) is not None or is_deepspeed(host.accelerator)
-        if looks and not is_scaled and not is_near(times := float(gradient) * divisor, 1.0, 1e-2):
+        if not looks or is_scaled:
+            return
+        times = float(gradient) * divisor
+        if not is_near(times, 1.0, 1e-2) and not _is_by_scaler(times):
             host.report_inexact(f"its loss was multiplied by {times:g} after it was returned, which the log lacks")
+
+
+def _is_by_scaler(times: float) -> bool:
+    """Whether a loop's own loss scaler multiplies: by a large power of two (torch.amp.GradScaler at first by 2**16)."""
+    return times >= _LEAST_SCALE and math.frexp(times)[0] == 0.5

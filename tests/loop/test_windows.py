@@ -19,7 +19,7 @@ from tests.logged import Said
 from tests.loop.steps import OURS, accelerator, by_windows, own_batches, take_steps
 from tests.numerics.heads import HEADS, Head, before
 from tests.numerics.heads.samples import without_targets
-from tests.numerics.parity import Step, cut, reference_step, reference_windows
+from tests.numerics.parity import Step, cut, reference_step, reference_windows, relative
 
 #: The loss is not the Trainer's here, so heads that need its smoothing or its loss functions are left out.
 LOOPED = {name: head for name, head in HEADS.items() if not (head.trainer or head.arguments or head.told_false)}
@@ -385,3 +385,17 @@ def test_a_contract_that_the_graph_contradicts_is_said(
                 loss = F.mse_loss(scores, batch["targets"], reduction="mean" if given == "mean" else "sum")
                 window.scale(loss / int(window.mean_items) if given == "integer" else loss, batch).backward()
     assert bool(said("scale(): got a loss that")) == is_said
+    assert hf_accum_fix.report().to_dict()["runs"][-1]["exact"] is not is_said
+
+
+def test_a_loss_scaler_of_the_loop_is_no_change_of_its_loss(said: Said) -> None:
+    """As torch.amp.GradScaler, which begins at 2**16, and divides the gradient before the optimizer steps."""
+    head, scale = HEADS["drops-kwargs"], 2.0**16
+    model, reference = head.build(), reference_step(head, cut(head.samples, 1))
+    for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
+        for batch in window:
+            with window.micro_batch(model):
+                (window.loss(model, batch) * scale).backward()
+    change = {name: -parameter.grad / scale for name, parameter in model.named_parameters()}
+    assert relative(change, reference.change) <= head.tolerance
+    assert hf_accum_fix.report().to_dict()["runs"][-1]["exact"] and not said("is not exact")
