@@ -26,7 +26,7 @@ def by_sample(found: LossContract) -> LossContract:
     """The contract of the mean of sample means, from the observed one.
 
     Raises:
-        UnsupportedSetupError: if the loss is not one cross entropy over targets that a rule counts.
+        UnsupportedSetupError: if the loss is not one unweighted cross entropy over targets that a rule counts.
     """
     if found.reason == NO_TARGET_SEEN:
         return found
@@ -48,18 +48,16 @@ def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tens
         ContractError: if the loss is not one cross entropy over the targets in the inputs.
     """
     terms = read(loss)
-    if len(terms) != 1 or not terms[0].name.startswith("NllLoss"):
+    leaf: Any = terms[0].leaf if len(terms) == 1 else None
+    if not type(leaf).__name__.startswith("NllLoss") or leaf._saved_weight is not None:
         raise ContractError(
-            f"got a loss with the terms {[term.name for term in terms]}; expected one torch cross entropy over labels; "
-            "omit per_sample"
+            f"got a loss with the terms {[term.name for term in terms]}; expected one torch cross entropy over labels, "
+            "without class weights; omit per_sample"
         )
-    leaf = terms[0].leaf
     target = leaf._saved_target
     used = target != ignored_index(terms[0])
     place = torch.where(used, target, 0)
     losses = -leaf._saved_self.gather(1, place.unsqueeze(1)).squeeze(1)
-    if leaf._saved_weight is not None:
-        losses = losses * leaf._saved_weight[place]
     weights = _aligned(rule, inputs).get(target.numel())
     if weights is None:
         raise ContractError(

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
-from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, ContractError, OptionsError, UnsupportedSetupError
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.heads.samples import Sample
 from tests.numerics.parity import Step, reference_step, take_step, trainable
@@ -107,6 +108,33 @@ def test_what_is_no_cross_entropy_over_labels_is_refused_before_the_first_step(n
         pytest.raises(UnsupportedSetupError, match="expected one torch cross entropy"),
     ):
         take_step(head, head.samples, 2, 4, "stock", tmp_path)
+
+
+class WithClassWeights(nn.Module):
+    """A head whose cross entropy has class weights from one of its forwards on."""
+
+    def __init__(self, begins: int) -> None:
+        super().__init__()
+        self.logits, self.begins, self.weights = nn.Embedding(6, 6), begins, torch.rand(6)
+        self.window = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        weights = self.weights if self.window >= self.begins else None
+        return {"loss": F.cross_entropy(self.logits(input_ids).flatten(0, 1), labels.flatten(), weight=weights)}
+
+
+@pytest.mark.parametrize(("begins", "error"), [(0, UnsupportedSetupError), (1, ContractError)])
+def test_class_weights_are_refused_also_from_a_later_window_on(begins: int, error: type[AccumFixError]) -> None:
+    """What a sample's mean of weighted losses divides by is not said anywhere."""
+    torch.manual_seed(0)
+    model = WithClassWeights(begins)
+    batches = [{key: torch.randint(6, (2, 5)) for key in ("input_ids", "labels")} for _ in range(4)]
+    with pytest.raises(error, match="expected one torch cross entropy"):
+        for model.window, window in enumerate(accumulation_windows(batches, steps=2, per_sample=True)):
+            for batch in window:
+                with window.micro_batch(model):
+                    window.loss(model, batch).backward()
+    assert model.window == begins
 
 
 def test_options_are_checked() -> None:
