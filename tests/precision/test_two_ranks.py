@@ -281,14 +281,14 @@ def rows_of(steps: Sequence[int], cases: Sequence[str]) -> dict[str, dict[str, A
 
 #: Every case but the one whose engine adds in float32 by itself.
 ROUNDED = [case for case in CASES if case != "fsdp2-reduces-float32" and case not in LONG]
-#: What ranks reduce in, where that is not bfloat16; a contract given by hand is not recorded.
+#: What ranks reduce in, where that is not bfloat16; a loss by hand shows no model to ask.
 REDUCED_IN = {
     "ddp-float16": ["float16"],
     "ddp-reduces-float32": ["bfloat16", "in_float32"],
     "fsdp1-reduces-float32": ["float32"],
     "fsdp2-reduces-float32": ["float32"],
-    "ddp-unused": None,
-    "ddp-unused-bucket-view": None,
+    "ddp-unused": [],
+    "ddp-unused-bucket-view": [],
 }
 
 
