@@ -22,12 +22,12 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.number import NUMBERS, SHOWN, number_rule, upstream_first, without_number
 from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.reading import (
-    ForgottenError,
     Forward,
     LossRun,
     Reading,
@@ -270,7 +270,7 @@ class _Observation:
         run = partial(read_batch, self.loss, batch, number, within, listed=listed, seed=seed)
         try:
             return run(keep=False)
-        except ForgottenError:
+        except NotSavedError:
             # A penalty on the gradient, adversarial noise.
             self._restore()
             return run(keep=True)

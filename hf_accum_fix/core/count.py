@@ -16,7 +16,8 @@ from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, count
 from hf_accum_fix.accumulation.number import NUMBERS
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.accumulation.reading import ForgottenError, LossRun, run_with_graph
+from hf_accum_fix.accumulation.nodes import NotSavedError
+from hf_accum_fix.accumulation.reading import LossRun, run_with_graph
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import weigh
 from hf_accum_fix.core.host import Host
@@ -200,7 +201,7 @@ def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_numb
     as_read = replace(part, is_corrected=True)
     # Once more if it takes a gradient inside the forward, or its loss is checkpointed.
     for keep in (False, True):
-        with suppress(*() if keep else (ForgottenError,)):
+        with suppress(*() if keep else (NotSavedError,)):
             loss, captured = run_with_graph(run, batch, NUMBERS[0] if takes_number else None, keep=keep)
             weigh(loss, as_read, batch, items, captured)
             break
