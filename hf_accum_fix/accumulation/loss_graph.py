@@ -34,8 +34,8 @@ class Path:
         top: the highest node that belongs to this term alone; a hook there weights the whole term.
         factors: from the loss down.
         above: number of factors above ``top``.
-        product: the product with a learnt vector that multiplies the term, and its place there: a hook on that weights the
-            term, instead of one on ``top``; None: there is none.
+        product: the product with a learnt vector that multiplies the term, and its place there, where a hook
+            weights the term instead of on ``top``; None: there is none.
         bounds: the floors and ceilings on the path.
         added: something without a gradient is added on the path.
         outer: number of factors above the loss that the model returned; None: that is not on the path.
@@ -211,10 +211,9 @@ class _Reader:
             return
         if self.inside and stacked:
             path = path.times(Factor(float(math.prod(shape_of(below[0]))), divides=True)) if does == "mean" else path
-            for each in stacked:
-                part = path.below(each.edge[0], *each.factors, product=each.product)
-                part = replace(part, added=True) if each.added else part
-                yield from self.terms(each.edge, part)
+            for one in stacked:
+                part = path.below(one.edge[0], *one.factors, product=one.product)
+                yield from self.terms(one.edge, replace(part, added=True) if one.added else part)
             return
         if does == "mean" and nodes.adds_a_number(below[0]):
             # mean(x + number) = mean(x) + number

@@ -159,6 +159,7 @@ def has_several_outputs(node: Any) -> bool:
 def summands(node: Any) -> list[Summand] | None:
     """The edges below a sum that have a gradient, and what each is multiplied by; None: a product of two of them."""
     edges, kind = (*node.next_functions, (None, 0), (None, 0))[:3], kind_of(node)
+    found: list[Summand]
     if kind == "Lerp":
         weight = node._saved_weight
         if not on_host(weight):
@@ -176,9 +177,7 @@ def summands(node: Any) -> list[Summand] | None:
     else:
         alpha = float(node._saved_alpha)
         signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[kind[0]]
-        found = [
-            (each, () if sign == 1 else (Factor(sign),)) for each, sign in zip(edges, signs, strict=False)
-        ]
+        found = [(each, () if sign == 1 else (Factor(sign),)) for each, sign in zip(edges, signs, strict=False)]
     return [each for each in found if each[0][0] is not None]
 
 
@@ -242,7 +241,9 @@ def is_number(node: Any, left: int = 2 * _MOST_NODES) -> bool:
         return False
     # A tensor of one element is no number where it is a batch of one sample.
     if does(node) == "pass":
-        return shape_of(node.next_functions[0][0]) == () or (left > 0 and is_number(node.next_functions[0][0], left - 1))
+        return shape_of(node.next_functions[0][0]) == () or (
+            left > 0 and is_number(node.next_functions[0][0], left - 1)
+        )
     if is_parameter(node):
         return True
     adds = left > 0 and does(node) in ("add", "factor")

@@ -28,6 +28,10 @@ from hf_accum_fix.errors import ContractError
 Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 
+#: The attribute of an error that the forward of a loss has raised.
+_OF_FORWARD = "_hf_accum_fix_of_forward"
+
+
 @dataclass(frozen=True)
 class TermReading:
     """One term in one forward, as numbers.
@@ -202,7 +206,21 @@ def run_with_graph(
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
     ):
-        return loss.forward(dict(batch), passed), captured
+        try:
+            return loss.forward(dict(batch), passed), captured
+        except Exception as error:
+            vars(error)[_OF_FORWARD] = True
+            raise
+
+
+def is_of_forward(error: Exception) -> bool:
+    """Whether an error was raised by the forward of a loss, which training would raise as well."""
+    return _OF_FORWARD in vars(error)
+
+
+def has_no_loss(error: Exception) -> bool:
+    """Whether the forward returned no loss, which stock refuses, too."""
+    return is_of_forward(error) and isinstance(error, ContractError)
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:

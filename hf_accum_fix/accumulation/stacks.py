@@ -1,7 +1,7 @@
 """Take a small vector of numbers apart: what each is multiplied by on its way into a sum.
 
-    (w * torch.stack([a, b])).sum()   ->   w_0 a + w_1 b
-    stack @ w, einsum, (exp(-s) * stack + s).sum(), stack[0]
+``(w * torch.stack([a, b])).sum()`` is ``w_0 a + w_1 b``; so is ``stack @ w``, and an einsum. A learnt vector multiplies
+each of its numbers: ``(exp(-s) * stack + s).sum()``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _parts(edge: Edge, above: _Above) -> list[Part] | None:
             if any(isinstance(factor.value, Tensor) and factor.value.numel() > 1 for factor in factors):
                 return None
             over = [None if one is None else ((*one[0], *factors), one[1]) for one in above]
-            below = _parts(each, over)  # type: ignore[arg-type]
+            below = _parts(each, over)
             if below is None:
                 return None
             found += [each._replace(added=True) for each in below] if len(live_edges(node)) == 1 else below

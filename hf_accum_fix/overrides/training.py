@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -59,7 +60,7 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
         session.window = None
         session.gradient.drop()
     state = session.state
-    session.read()
+    session.contained("reading what windows have shown", session.read, None)
     state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
     log_padding_saved(trainer)
     return result
@@ -112,7 +113,7 @@ def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwarg
             session.uncounted.append(upstream_number)
             return fetched, upstream_number
         window = session.open(fetched, upstream_number, error)
-    return fetched, _number_of(trainer, window, upstream_number)
+    return fetched, _number_of(session, window, upstream_number)
 
 
 def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: Any) -> Any:
@@ -123,11 +124,17 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
         return fetched, number
     window = session.open(fetched, upstream_numbers[-1])
     # A custom number stays.
-    return fetched, _number_of(session.trainer, window, number) if number is upstream_numbers[-1] else number
+    return fetched, _number_of(session, window, number) if number is upstream_numbers[-1] else number
 
 
-def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
+def _number_of(session: Session, window: Window | None, upstream_number: Any) -> Any:
     """num_items_in_batch for a ``compute_loss``."""
+    trainer = session.trainer
+    if window is None:
+        return stock_number(session, upstream_number)
+    window.stock_number = (
+        upstream_number if window.counts.number is None or not averages_tokens(trainer) else window.counts.number.long()
+    )
     counts, part = window.counts, window.counts.parts[0]
     contract, number = part.contract, counts.number
     if number is None:
@@ -149,6 +156,16 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     return counts.total.long() if multiplies else counts.total / part.world_size
 
 
+def stock_number(session: Session, upstream_number: Any) -> Any:
+    """num_items_in_batch as the stock Trainer counts it, of all ranks where it does so: then a collective."""
+    averages = averages_tokens(session.trainer) and session.world_size > 1
+    if upstream_number is None or not averages:
+        return upstream_number
+    number = torch.as_tensor(upstream_number, device=session.device)
+    gathered: Tensor = session.trainer.accelerator.gather(number)  # type: ignore[attr-defined]
+    return gathered.sum()
+
+
 # --- a step: what comes from outside of a micro-batch ----------------------------------------------------------------
 
 
@@ -159,7 +176,7 @@ def _step(session: Session, step: Original, *args: Any, **kwargs: Any) -> Any:
 
 def _backward(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """``accelerator.backward``, which warns of gradients from outside of a micro-batch."""
-    if session.base_loss is None and session.window is not None:
+    if session.base_loss is None and session.window is not None and not session.state.aside:
         if session.accelerator.sync_gradients:
             # The engine now reduces what is in .grad.
             session.gradient.finish()
@@ -182,7 +199,7 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
     """
     window = session.window
     # DeepSpeed and layerwise optimizers step inside a micro-batch.
-    if session.base_loss is not None:
+    if session.base_loss is not None or session.state.aside:
         return
     if session.refused is not None:
         raise session.refused
@@ -194,8 +211,10 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
         return
     if window is not None and (window.value is not None or not window.batches):
         _close_unfinished(session)
-    elif session.steps * session.world_size > 1 and any(
-        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    elif (
+        not session.state.troubled
+        and session.steps * session.world_size > 1
+        and any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
     ):
         raise SeamError(
             "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
@@ -228,7 +247,7 @@ def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any,
                 f"it is, although {_FILTER} is on",
             )
         # The loss was just read, so this does not wait.
-        session.read()
+        session.contained("reading what windows have shown", session.read, None)
         if state.inexact and session.is_split:
             logs[EXACT_WINDOWS] = state.opened - state.inexact
     return original(logs, *args, **kwargs)

@@ -26,8 +26,8 @@ from tests.losses.cases import (
     several,
 )
 from tests.losses.models import points
-from tests.losses.seen import Loss, Mean, Seen, Texts, full, holding, TakingPoints
-from tests.losses.verdicts import HALVES, PAIRS, SINGLES, UNEVEN, Verdict
+from tests.losses.seen import Loss, Seen, TakingPoints, Texts, full, holding
+from tests.losses.verdicts import PAIRS, SINGLES, Verdict
 from tests.numerics.heads import Sample
 from tests.trainings import Case
 
@@ -113,7 +113,7 @@ ONE_ELEMENT = [
 ]
 
 
-# --- 3: a sum over the size of a micro-batch, kept when the trainer was made ---------------------------------------------
+# --- 3: a sum over the size of a micro-batch, kept when the trainer was made ----------------------------------------
 
 
 def over_batch_size(s: Seen) -> Tensor:
@@ -121,7 +121,7 @@ def over_batch_size(s: Seen) -> Tensor:
     return (losses * valid).sum() / len(s.logits)
 
 
-# --- 11, 15, 17: numbers that are stacked, and weighted by a tensor -----------------------------------------------------
+# --- 11, 15, 17: numbers that are stacked, and weighted by a tensor -------------------------------------------------
 
 
 def weights(s: Seen) -> Tensor:
@@ -158,7 +158,7 @@ STACKS = [
 ]
 
 
-# --- floors and ceilings that do not bind, and one that does ------------------------------------------------------------
+# --- floors and ceilings that do not bind, and one that does --------------------------------------------------------
 
 BOUNDS: Mapping[str, Loss] = {
     "ceiling": lambda s: s.tokens.clamp(max=100.0) + s.classes,
@@ -176,7 +176,7 @@ FLOORS = [
 ]
 
 
-# --- an epsilon in a divisor ------------------------------------------------------------------------------------------
+# --- an epsilon in a divisor ----------------------------------------------------------------------------------------
 
 
 def over(divisor: Any) -> Loss:
@@ -196,14 +196,12 @@ EPSILONS = [
     }.items()
     for case in [
         *everywhere(f"e5-{name}", EXACT, over(divisor), tolerance=2e-5),
-        *in_both(
-            f"e5-{name}-two", EXACT, lambda s, of=divisor: over(of)(s) + 0.5 * s.classes, tolerance=2e-5
-        ),
+        *in_both(f"e5-{name}-two", EXACT, lambda s, of=divisor: over(of)(s) + 0.5 * s.classes, tolerance=2e-5),
     ]
 ]
 
 
-# --- 12 to 17 -----------------------------------------------------------------------------------------------------------
+# --- 12 to 17 -------------------------------------------------------------------------------------------------------
 
 
 def smoothed(s: Seen) -> Tensor:
@@ -256,7 +254,12 @@ OTHERS = [
     *in_both("e13-some-hold", EITHER, some_hold, windows=several(2)),
     *in_both("e14-clamped-second", EITHER, clamped_second, windows=several(2)),
     attack(
-        "e16-many-penalties", EXACT, full(with_many_penalties), lambda: Many(with_many_penalties), several(1), looped=True
+        "e16-many-penalties",
+        EXACT,
+        full(with_many_penalties),
+        lambda: Many(with_many_penalties),
+        several(1),
+        looped=True,
     ),
     *in_both("e17-weighted-within", EXACT, weighted_within),
     *in_both("e17-normalised-weights", EITHER, normalised_weights),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.losses.everyday import CASES
 from tests.losses.verdicts import by_loop, by_trainer, faults
 from tests.trainings import Case, Cut, cells
