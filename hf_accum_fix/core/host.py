@@ -171,8 +171,8 @@ class Host(ABC):
         self.state.troubled = True
         self.warn_inexact(
             "trouble",
-            f"{self.where}: {what} failed ({type(error).__name__}: {error}). The training goes on as the stock "
-            "Trainer's, and is not exact; please report this error of hf_accum_fix",
+            f"{self.where}: {what} failed ({type(error).__name__}: {error}). The training goes on as without "
+            "hf_accum_fix, and is not exact; please report this error",
         )
         logger.debug("%s failed", what, exc_info=error)
 

@@ -233,7 +233,7 @@ class MicroBatch:
         if contract.keeps_scale and passed is not None and session.takes_number and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
-        if loss.requires_grad or contract.items is None:
+        if loss.requires_grad or contract.items is None or not torch.is_grad_enabled():
             return loss, outputs
         # A constant without a graph: with a dummy target every parameter gets a zero gradient.
         self.zero_weight = True

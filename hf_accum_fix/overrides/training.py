@@ -19,7 +19,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import averages_tokens, is_custom, parallel_size
+from hf_accum_fix.overrides.live import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
 from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
@@ -113,7 +113,9 @@ def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwarg
             session.uncounted.append(upstream_number)
             return fetched, upstream_number
         window = session.open(fetched, upstream_number, error)
-    return fetched, _number_of(session, window, upstream_number)
+    if window is not None and counts_itself(trainer):
+        _stand_aside_for(session, window, upstream_number)
+    return fetched, _number_of(session, None if session.window is None else window, upstream_number)
 
 
 def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: Any) -> Any:
@@ -123,8 +125,25 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
     if not upstream_numbers:
         return fetched, number
     window = session.open(fetched, upstream_numbers[-1])
-    # A custom number stays.
-    return fetched, _number_of(session, window, number) if number is upstream_numbers[-1] else number
+    if window is not None and number is not upstream_numbers[-1]:
+        if session.world_size == 1:
+            # Other ranks may not know.
+            _stand_aside_for(session, window, number)
+        # A custom number stays.
+        return fetched, number
+    return fetched, _number_of(session, window, number)
+
+
+def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
+    """Train as stock where a trainer counts the items that its model divides by in its own way."""
+    counts, contract = window.counts, window.counts.parts[0].contract
+    if number is None or contract.custom or not session.takes_number or not session.on_cpu:
+        return
+    of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
+    if abs(of_all - total) > 1e-6 * total:
+        words = f"counts {of_all:g} items of a window that has {total:g}, by which its model divides in stock"
+        session.not_exact("own number", words)
+        session.state.aside, session.window = True, None
 
 
 def _number_of(session: Session, window: Window | None, upstream_number: Any) -> Any:

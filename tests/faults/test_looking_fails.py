@@ -21,7 +21,8 @@ from tests.losses.seen import Mean, Texts, full, tokens
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import applied, pass_over_imports
 from tests.ranks import on_ranks
-from tests.trainings import Case, train
+from tests.trainings import Case, loop, train
+from tests.trainings import ours as by_ours
 
 #: Where the package looks: module, attribute.
 FAULTS = [
@@ -97,6 +98,18 @@ def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None
 
 #: These run once the window's losses are weighted.
 AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "Session.settled", "unvaried")
+
+
+@pytest.mark.parametrize(("module", "name"), FAULTS, ids=[name for _, name in FAULTS])
+def test_by_a_loop(module: str, name: str) -> None:
+    """Its losses are means over equally many targets, so that dividing by G is right."""
+    with faulty(module, name):
+        ours = loop(EVEN, CUT, by_ours)
+    about = [words for _, words in ours.said if "on purpose" in words]
+    # What only a Trainer calls does not fail.
+    assert len(about) <= 1 and (ours.exact is not True or not about)
+    assert max(ours.errors) <= 1e-12
+    assert ours.log_error <= 1e-12
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ from tests.losses.cases import (
     in_super,
     several,
 )
-from tests.losses.models import points
-from tests.losses.seen import Loss, Seen, TakingPoints, Texts, full, holding
+from tests.losses.models import bare, fewer, points
+from tests.losses.seen import ByNumber, Loss, Mean, Seen, TakingPoints, Texts, full, holding, tokens
 from tests.losses.verdicts import PAIRS, SINGLES, Verdict
 from tests.numerics.heads import Sample
-from tests.trainings import Case
+from tests.numerics.parity import StockRecorder
+from tests.trainings import Case, computing
 
 
 def everywhere(name: str, verdict: Verdict, loss: Loss, **more: Any) -> list[Case]:
@@ -113,12 +114,69 @@ ONE_ELEMENT = [
 ]
 
 
-# --- 3: a sum over the size of a micro-batch, kept when the trainer was made ----------------------------------------
+# --- 3, 4, 5, 7: numbers that are kept, replaced, or count what a model drops; a second forward for a log -----------
 
 
-def over_batch_size(s: Seen) -> Tensor:
-    losses, valid = s.each_token
-    return (losses * valid).sum() / len(s.logits)
+class KeepsSize(StockRecorder):
+    """Keeps the size of a micro-batch as it was when the trainer was made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bs = self.args.per_device_train_batch_size
+
+
+def over_kept(also: float) -> type:
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        s = Seen(outputs["logits"], inputs, bare(model))
+        return s.each_class.sum() / trainer.bs + also * s.classes, outputs
+
+    return computing(compute, KeepsSize)
+
+
+class OwnCount(StockRecorder):
+    """Replaces the number: what is attended to, instead of the targets."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        return batches, sum(batch["attention_mask"].sum() for batch in batches)
+
+
+def of_attended(model: Any, batch: Any, step: int) -> Tensor:
+    losses, valid = Seen(model.logits(batch["input_ids"]), batch, model).each_token
+    return (losses * valid).sum() / batch["attention_mask"].sum()
+
+
+class Relabels(ByNumber):
+    """Masks labels on a copy, inside the model."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **inputs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return super().forward(input_ids, None if labels is None else fewer(labels), **inputs)
+
+
+def of_fewer_by_all(model: Any, batch: Any, step: int) -> Tensor:
+    """What stock trains: the sum over what the model keeps, by what the batch holds."""
+    labels = batch["labels"]
+    kept, held = (fewer(labels)[:, 1:] != -100).sum(), (labels[:, 1:] != -100).sum()
+    s = Seen(model.logits(batch["input_ids"]), {**batch, "labels": fewer(labels)}, model)
+    return s.tokens * kept / held
+
+
+def twice(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    with torch.no_grad():
+        base(model, {**inputs}, num_items_in_batch=number)
+    return loss, outputs
+
+
+NUMBERS = [
+    attack("e3-sum", EITHER, full(lambda s: s.each_class.mean()), Mean, several(1), over_kept(0.0)),
+    attack("e3-sum-and-mean", EITHER, full(lambda s: 1.5 * s.classes), Mean, several(1), over_kept(0.5)),
+    attack("e4-own-count", EITHER, of_attended, ByNumber, several(2), OwnCount, right=(PAIRS, SINGLES)),
+    attack("e5-relabels", EITHER, of_fewer_by_all, Relabels, several(1), right=(PAIRS, SINGLES)),
+    attack("e7-twice", EITHER, full(tokens), Mean, several(1), computing(twice)),
+    attack("e7-twice-by-number", EITHER, full(tokens), ByNumber, several(1), computing(twice)),
+]
 
 
 # --- 11, 15, 17: numbers that are stacked, and weighted by a tensor -------------------------------------------------
@@ -266,4 +324,4 @@ OTHERS = [
     *in_both("e5-vae", GRADIENT, vae),
 ]
 
-CASES: list[Case] = [*ELEMENT_WEIGHTS, *ONE_ELEMENT, *STACKS, *FLOORS, *EPSILONS, *OTHERS]
+CASES: list[Case] = [*ELEMENT_WEIGHTS, *ONE_ELEMENT, *NUMBERS, *STACKS, *FLOORS, *EPSILONS, *OTHERS]
