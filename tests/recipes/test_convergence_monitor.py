@@ -25,6 +25,28 @@ def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> N
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+#: Steps of a short run, and the alarm that it has to end with, by the fault.
+FAULTS = {
+    "data": (120, "rank-loss-1"),
+    "seed": (60, "ranks-see-the-same-data"),
+    "scale": (200, "rank-gradient-1"),
+    "replica": (120, "replicas-differ"),
+    "batch-norm": (60, "batch-norm-stale-parameters"),
+    "leak": (300, "memory-grows-1"),
+    "spike": (200, "gradient-norm-spike"),
+    "lag": (120, "rank-lags-1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found_on_two_ranks(fault: str, tmp_path: Path) -> None:
+    steps, alarm = FAULTS[fault]
+    done = recipe("convergence_monitor", "--fault", fault, "--steps", str(steps), "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"ALARM {alarm}: " in (tmp_path / "alarms.txt").read_text()
+
+
 @pytest.mark.slow
 def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
     done = recipe("convergence_monitor", "--audit", "--quick", "--output", str(tmp_path))

@@ -46,7 +46,7 @@ class LossCallback(MonitorCallback):
         trainer, ranks: as in `MonitorCallback`.
     """
 
-    alarms_name = "rank_loss_alarms"
+    alarms_group = "rank_loss"
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
