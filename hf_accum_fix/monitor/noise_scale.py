@@ -35,7 +35,6 @@ from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
 
-
 #: Measured windows of one micro-batch before that is said.
 _ENOUGH_TOO_FEW = 2
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf_accum_fix.monitor.run_logs import LogsError, Run
-from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.run_summary import summarise, without_overflow
+from hf_accum_fix.monitor.series import LogsError, Run
 from hf_accum_fix.monitor.watch import short_names
 
 _PALE = 0.25
@@ -34,6 +34,7 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    runs = [without_overflow(run) for run in runs]
     summaries = [summarise(run) for run in runs]
     panels = ["loss"]
     panels += ["gradient norm"] if any(each.gradients for each in summaries) else []

@@ -14,7 +14,7 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, on_every_rank, read_together
-from hf_accum_fix.monitor.run_logs import PREFIX
+from hf_accum_fix.monitor.series import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
