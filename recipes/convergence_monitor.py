@@ -267,18 +267,23 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     steps, means, errors = ([row[key] for row in rows] for key in ("step", "loss", "loss_standard_error"))
-    figure, panel = pyplot.subplots(figsize=(8, 4))
+    figure, panel = pyplot.subplots(figsize=(8, 4), layout="constrained")
     panel.plot(steps, [row["sampled_loss"] for row in rows], color="C1", label="last micro-batch, mean of the ranks")
     panel.plot(steps, means, color="C0", label="every micro-batch (LossMeter)")
     low, high = ([m + side * 2 * e for m, e in zip(means, errors, strict=True)] for side in (-1, 1))
     panel.fill_between(steps, low, high, color="C0", alpha=0.25, linewidth=0, label="twice its standard error")
     panel.set(xlabel="optimizer step", ylabel="loss", yscale="log")
-    panel.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    panel.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=(1, 2, 5, 10)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(ticker.NullFormatter())
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(color="0.92")
+    panel.set_axisbelow(True)
+    panel.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 # ---- 2. What the monitors cost ------------------------------------------------------------------------------
