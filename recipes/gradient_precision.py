@@ -171,6 +171,8 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
             panel.set_yscale("log")
             panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_minor_locator(ticker.NullLocator())
+        else:
+            panel.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=(1, 2, 5, 10)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(color="0.92")

@@ -61,6 +61,20 @@ def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
     assert by_name["x16, 10 logs"]["told"] == 1 and by_name["x5 in the last third, 100 logs"]["throughout"] == 0
 
 
+@pytest.mark.slow
+def test_shuffled_labels_prints_a_line_a_training() -> None:
+    done = recipe("shuffled_labels", "--seeds", "1", "--logs", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == 6 and "words, healthy, seed 40: loss None, gradient None" in done.stdout
+
+
+@pytest.mark.slow
+def test_gradient_precision_runs(tmp_path: Path) -> None:
+    done = recipe("gradient_precision", "--samples", "64", "--splits", "1,4", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("arguments", [["--fault", "lightning"], ["--steps", "many"]])
 def test_a_wrong_call_is_answered_at_once(arguments: list[str]) -> None:
     done = recipe("convergence_monitor", *arguments)
