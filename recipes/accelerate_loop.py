@@ -330,7 +330,7 @@ def draw_curves(rows: list[dict[str, Any]], options: argparse.Namespace, path: P
             # each line thinner than the one before, so that lines that coincide all show
             panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, linewidth=3.6 / (place + 1))
         panel.set(title=mode, xlabel="optimizer step", yscale="log")
-        panel.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+        panel.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
         panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_locator(ticker.NullLocator())
