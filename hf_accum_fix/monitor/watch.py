@@ -17,7 +17,7 @@ from itertools import combinations
 
 from hf_accum_fix.monitor.run_comparison import Comparison, compare
 from hf_accum_fix.monitor.run_summary import Summary, in_words, summarise
-from hf_accum_fix.monitor.series import LogsError, Run
+from hf_accum_fix.monitor.series import LogsError, Run, printable
 
 #: Columns of a terminal; a row of a report: its indent and name, and its words.
 _COLUMNS = 80
@@ -98,12 +98,12 @@ def look(
     Args:
         runs: that were read.
         against: name of the reference run, in full or shortened; None: the run from which most others differ by no more
-            than noise, the first of them.
+            than noise, the first of them, as where there is no run of this name, which is undecided then.
         unread: what could not be read, in words.
         progress: is told what is being done.
 
     Raises:
-        LogsError: if there is no such run, or none can be judged.
+        LogsError: if no run can be judged.
     """
     undecided = [f"could not read: {line}" for line in unread]
     names = short_names([run.name for run in runs])
@@ -119,14 +119,18 @@ def look(
         raise LogsError("; ".join(undecided))
     progress("comparing runs")
     names = [its.run for its in summaries]
-    reference, agree = _most_agreed_with(summaries) if against is None else (_named(against, names, judged), 0)
+    named = [place for place, run in enumerate(judged) if against in (names[place], run.name)]
+    if against is not None and not named:
+        wanted = f"got {printable(against)} to hold the others against; expected one of {', '.join(names)}"
+        undecided.append(f"could not compare: {wanted}")
+    reference, agree = (named[0], 0) if named else _most_agreed_with(summaries)
     compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
     found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
     found += [line for its in compared for line in findings_between(its)]
     observed = [f"{its.run}: {alarm.message}" for its in summaries for alarm in its.findings if alarm.observation]
     undecided += [f"could not compare: {_compared(its)}" for its in compared if math.isnan(its.worst)]
     parts = [_described(its, run) for its, run in zip(summaries, judged, strict=True)]
-    if len(judged) > 2 and against is None:
+    if len(judged) > 2 and not named:
         why = f"{agree} of them agree{'s' * (agree == 1)} with it" if agree else "the first of them: no two agree"
         parts.append(f"{names[reference]}: the others are compared with it, {why} (--against)")
     parts += map(_compared, compared)
@@ -165,13 +169,6 @@ def _most_agreed_with(summaries: Sequence[Summary]) -> tuple[int, int]:
                 agreed[place] += 1
                 agreed[other_place] += 1
     return agreed.index(max(agreed)), max(agreed)
-
-
-def _named(wanted: str, names: Sequence[str], runs: Sequence[Run]) -> int:
-    for place, (name, run) in enumerate(zip(names, runs, strict=True)):
-        if wanted in (name, run.name):
-            return place
-    raise LogsError(f"got {wanted} to hold the others against; expected one of {', '.join(names)}")
 
 
 def _described(its: Summary, run: Run) -> str:

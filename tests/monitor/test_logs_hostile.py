@@ -194,4 +194,6 @@ def test_a_reference_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.Ca
     for name in "ac":
         lines(tmp_path / f"{name}.jsonl")
     assert main(["watch", str(tmp_path), "--no-picture", "--against", "b"]) == 3
-    assert "expected one of a.jsonl, c.jsonl" in " ".join(capsys.readouterr().err.split())
+    assert "expected one of a.jsonl, c.jsonl" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "c.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+    assert main(["watch", str(tmp_path), "--no-picture", "--against", "b"]) == 1

@@ -341,6 +341,8 @@ def test_no_line_has_more_than_80_columns(folder: str, tmp_path: Path, capsys: p
     assert "  loss " in said.out and "\n    " in said.out
     assert main(["watch", str(place / "nowhere"), "--against", "x" * 200]) == 3
     assert max(map(len, capsys.readouterr().err.splitlines())) <= 80
+    assert main(["watch", str(place), "--against", "x" * 200, "--no-picture"]) == 1
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_what_does_not_fit_stands_below_further_in() -> None:
