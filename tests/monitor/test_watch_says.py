@@ -134,7 +134,7 @@ def test_a_broken_run_of_a_sweep_is_named_and_the_others_compared(
     assert main(["watch", str(tmp_path), "--no-picture"]) == 3
     printed = capsys.readouterr().out
     assert "c/log.jsonl against a/log.jsonl: no more than noise" in printed
-    assert "could not read" in printed and str(tmp_path / "b" / "log.jsonl") in printed
+    assert "could not read" in printed and str(tmp_path / "b" / "log.jsonl") in "".join(printed.split())
     with pytest.raises(LogsError, match=r"log\.jsonl"):
         read_runs(tmp_path)
 
