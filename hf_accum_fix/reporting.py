@@ -163,7 +163,7 @@ def versions(environment: Environment) -> str:
 
 
 def wrapped(*paragraphs: str, indent: int = 0, hang: int = 2) -> list[str]:
-    """Lines of at most `WIDTH` columns, unless a word is longer; later lines of a paragraph stand ``hang`` further in."""
+    """Lines of at most `WIDTH` columns, unless a word is longer; ``hang``: further indent of later lines."""
     return [
         line
         for paragraph in paragraphs

@@ -40,10 +40,9 @@ _RUNNING: Final = frozenset((
     "time", "timeout", "uv",
 ))  # fmt: skip
 _LAUNCHERS: Final = frozenset(("torchrun", "accelerate", "deepspeed"))
-_NO_ENV_TAKING_A_VALUE: Final = frozenset(("-u", "--unset", "-C", "--chdir", "-g", "-U", "-D", "-p"))
+_ENV_TAKING_A_VALUE: Final = frozenset(("-u", "--unset", "-C", "--chdir", "-g", "-U", "-D", "-p"))
 """Options of env and sudo whose value is a word of its own."""
-
-_PYTHON: Final = frozenset(("--no-python", "--no_python"))
+_NO_PYTHON: Final = frozenset(("--no-python", "--no_python"))
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?(\.exe)?")
 _DEFEATING: Final = "EIS"

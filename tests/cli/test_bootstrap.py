@@ -315,7 +315,7 @@ THEIRS = f"{__name__}.theirs"
 def test_it_is_on_with_the_options_that_travelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, environment_for(Options(allow_foreign=(THEIRS,)), {})[VARIABLE])
     monkeypatch.setattr(Trainer, "compute_loss", theirs)
-    assert f"{hf_accum_fix.__version__} is on: transformers " in apply_inherited()
+    assert f"{hf_accum_fix.__version__} is on and fits transformers " in apply_inherited()
     handle = hf_accum_fix.active_handle()
     assert handle is not None and handle.active and handle.options.allow_foreign == (THEIRS,)
     hf_accum_fix.revert()
