@@ -141,7 +141,8 @@ class PatchHandle:
                 from hf_accum_fix.upstream.patch import restore
 
                 restore(installed)
-                if is_training():
+                # Without an installation apply() was refused.
+                if self._installation is not None and is_training():
                     _LOG.warning("revert() while a Trainer trains: the stock Trainer runs the rest of its training")
                 self._installation = self._guard = None
             self._refusal, self._applications = None, 0
@@ -322,7 +323,7 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
         _LOG.info("%s switches hf-accum-fix off: transformers.Trainer is not patched", SWITCH)
         return PatchHandle(decided, _planned(decided)[1], off=True)
     while True:
-        handle = _claim(decided, quiet or _is_quiet())
+        handle = _claim(decided, quiet or is_quiet())
         if not handle.active:
             # The hooks fire at once if the module is imported. Also register for a handle that another thread made,
             # because that thread may not have registered yet.
@@ -408,11 +409,16 @@ def on_line(environment: Environment, plan: Plan) -> str:
     """The line that reports that the patch is on."""
     from hf_accum_fix import __version__
 
-    line = f"{__version__} is on: transformers {environment.transformers}, {len(plan.fixed)} defects fixed"
-    return line if plan.untested is None else f"{line}, UNTESTED: {plan.untested}"
+    if plan.untested is not None:
+        return (
+            f"{__version__} is on and fits transformers {environment.transformers}, but {plan.untested}; "
+            "check your run: hf-accum-fix verify SCRIPT"
+        )
+    return f"{__version__} is on: transformers {environment.transformers}, {len(plan.fixed)} defects fixed"
 
 
-def _is_quiet() -> bool:
+def is_quiet() -> bool:
+    """Whether the environment asks for no line about the patch."""
     return os.environ.get(QUIET, "").strip().lower() not in ("", "0", "off", "false", "no")
 
 
@@ -441,5 +447,5 @@ def _log_patched(environment: Environment, plan: Plan) -> None:
         ", ".join(state.seam.name for state in environment.seams),
         len(plan.fixed),
         factors,
-        "" if plan.untested is None else f". UNTESTED: {plan.untested}",
+        "" if plan.untested is None else f". Not tested: {plan.untested}",
     )

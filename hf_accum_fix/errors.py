@@ -1,4 +1,16 @@
-"""The errors of this package. Each message has what it got, what it expected and what to do."""
+"""The errors of this package. Each message has what it got, what it expected and what to do.
+
+These end a training, and nothing else of this package does:
+
+    UnsupportedVersionError, ForeignPatchError    by apply(), or as training begins
+    UnsupportedSetupError, OptionsError           before the first step: it cannot be made exact, or is a wrong option
+    SeamError                                     a step or loop that would train an uncorrected gradient
+    ContractError                                 a contract that was given contradicts the model; the loss is missing
+    RankError                                     going on would hang: another rank failed, or has other micro-batches
+
+Whatever else fails while a loss is looked at is contained (`core.host.Host.contained`): the training goes on as
+stock's, with one warning, and is reported as not exact.
+"""
 
 from __future__ import annotations
 
@@ -59,3 +71,19 @@ class UnevenRanksError(RankError, SeamError):
 
 class OptionsError(AccumFixError):
     """An option or the environment variable has an invalid value."""
+
+
+class StandAsideError(Exception):
+    """Looking at a loss failed on a rank, so all ranks train as stock does; never raised to the user."""
+
+
+#: What is raised on purpose, and so is not contained.
+BY_DESIGN = (
+    UnsupportedVersionError,
+    SeamError,
+    ForeignPatchError,
+    UnsupportedSetupError,
+    RankError,
+    OptionsError,
+    StandAsideError,
+)

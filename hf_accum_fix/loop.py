@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.comparison import Setting
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
     decoder_pad,
     has_z_loss,
@@ -42,20 +42,29 @@ from hf_accum_fix.accumulation.declared import (
     requires_number,
     wants_number,
 )
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
+from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype, scale_mean
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.reading import LossRun
+from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.accumulation.reading import LossRun, is_of_forward
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
 from hf_accum_fix.core.backward import WatchedBackward
 from hf_accum_fix.core.contracts import remarks
+from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import (
+    AccumFixError,
+    ContractError,
+    OptionsError,
+    SeamError,
+    StandAsideError,
+    UnsupportedSetupError,
+)
 from hf_accum_fix.options import Options, options_from, shows_options
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -116,7 +125,32 @@ class LoopHost(Host):
             on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
             usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             self.device, self._is_placed = device or usual, device is not None
-        return open_window(self, batches)
+        state = self.state
+        try:
+            if not state.aside:
+                return open_window(self, batches)
+        except StandAsideError:
+            state.aside = True
+            self.warn_once(
+                "trouble", "looking at a loss failed on another rank. Its loop goes on as without this package"
+            )
+        except Exception as caught:
+            if isinstance(caught, AccumFixError) or is_of_forward(caught):
+                raise
+            # A fault in our code is the same on every rank.
+            self.note_trouble("looking at a window", caught)
+            state.aside = True
+        return self._plain_window(batches)
+
+    def _plain_window(self, batches: Sequence[Batch]) -> Window:
+        """A window whose loss is the mean over its micro-batches, as a loop has it without this package."""
+        self.state.note_inexact()
+        plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
+        self.state.first.contract = plain
+        zero = torch.zeros((), dtype=count_dtype(self.device), device=self.device)
+        divisor = engine_divisor(self.accelerator)
+        part = Part(plain, {Items(): zero}, len(batches), self.data_ranks, False, divisor)
+        return Window(self, list(batches), WindowCounts(zero, [{} for _ in batches], None, [part]))
 
     def look(self, batches: Sequence[Batch]) -> None:
         model, given = self.model, self.options.contract
@@ -269,7 +303,8 @@ class AccumulationWindow:
             if contract.is_read:
                 with capture(contract, host.bare(model)) as captured:
                     loss, _ = host.forward(model, batch, part.number if contract.hands_number else None)
-                weighed = window.weigh(loss, batch, captured, batch)
+                weigh = partial(window.weigh, loss, batch, captured, batch)
+                weighed = host.contained("weighting the loss of a micro-batch", weigh, window.average(loss))
             else:
                 loss, _ = run_by_rule(part, batch, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
@@ -290,7 +325,7 @@ class AccumulationWindow:
         """
         host, window, batch = self._host, self._counted(None, loss.device), self._as_its_own(batch)
         part, items = window.part_of(batch), window.items_of(batch)
-        if unlike := unlike_declared(loss, part, items):
+        if unlike := host.contained("reading a loss", partial(unlike_declared, loss, part, items), ""):
             host.warn_inexact(
                 "declared",
                 f"scale(): got a loss that {unlike}, by its graph; expected one that {part.contract}; pass its true "
@@ -408,7 +443,7 @@ class AccumulationWindows:
                     f"got {window._begun} of the {len(window)} micro-batches of a window inside micro_batch(); "
                     "expected all, since the ranks reduce their gradients in the last; do not break out of a window"
                 )
-        host.read()
+        host.contained("reading what windows have shown", host.read, None)
         host.model = None
         if self.world_size > 1:
             # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.

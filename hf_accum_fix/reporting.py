@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.upstream.defects import Defect
-from hf_accum_fix.upstream.environment import Environment, SeamState
+from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
 from hf_accum_fix.upstream.plan import Action, Decision, Plan
 
 WIDTH: Final = 80
@@ -51,7 +51,9 @@ class Report:
 
     @property
     def present(self) -> tuple[Decision, ...]:
-        """The decision about each defect that the installed release has."""
+        """The decision about each defect that the installed release has; empty if none is installed."""
+        if parsed(self.environment.transformers) is None:
+            return ()
         return tuple(decision for decision in self.plan.decisions if decision.action not in _ABSENT)
 
     @property
@@ -160,8 +162,8 @@ def versions(environment: Environment) -> str:
     return ", ".join(f"{name} {version}" for name, version in _installed(environment).items())
 
 
-def wrapped(*paragraphs: str, indent: int = 0) -> list[str]:
-    """Lines of at most `WIDTH` columns, unless a word is longer."""
+def wrapped(*paragraphs: str, indent: int = 0, hang: int = 2) -> list[str]:
+    """Lines of at most `WIDTH` columns, unless a word is longer; ``hang``: further indent of later lines."""
     return [
         line
         for paragraph in paragraphs
@@ -169,7 +171,7 @@ def wrapped(*paragraphs: str, indent: int = 0) -> list[str]:
             paragraph,
             WIDTH,
             initial_indent=" " * indent,
-            subsequent_indent=" " * (indent + 2),
+            subsequent_indent=" " * (indent + hang),
             break_long_words=False,
             break_on_hyphens=False,
         )

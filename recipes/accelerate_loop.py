@@ -318,19 +318,29 @@ def draw_curves(rows: list[dict[str, Any]], options: argparse.Namespace, path: P
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     modes = options.modes
-    figure, panels = pyplot.subplots(1, len(modes), figsize=(3.6 * len(modes) + 1, 3.6), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(modes), figsize=(3.2 * len(modes) + 0.6, 4), sharey=True, squeeze=False, layout="constrained"
+    )
     for panel, mode in zip(panels[0], modes, strict=True):
         for place, row in enumerate(each for each in rows if each["mode"] == mode):
             label = f"{row['processes']} x {row['per_device']} x {row['accumulation']}"
             # each line thinner than the one before, so that lines that coincide all show
             panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, linewidth=3.6 / (place + 1))
         panel.set(title=mode, xlabel="optimizer step", yscale="log")
+        panel.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_locator(ticker.NullLocator())
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(color="0.92")
+        panel.set_axisbelow(True)
     panels[0][0].set_ylabel("logged loss")
-    panels[0][-1].legend(title="processes x batch x accumulation", fontsize="small", title_fontsize="small")
-    figure.tight_layout()
+    lines, labels = panels[0][0].get_legend_handles_labels()
+    title = "processes x samples per device x micro-batches of a step"
+    figure.legend(lines, labels, title=title, loc="outside lower center", ncols=len(lines), frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -56,6 +56,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=Path("results/convergence_monitor"))
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the data")
     parser.add_argument("--processes", type=int, default=2, help="ranks, unless torchrun or accelerate sets them")
     parser.add_argument("--overhead", action="store_true", help="measure what the monitors cost, and train nothing")
     parser.add_argument("--audit", action="store_true", help="simulate healthy and faulty runs, and train nothing")
@@ -120,7 +121,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
     rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
     fault = options.fault if last or options.fault in ("seed", "batch-norm", "spike") else "none"
     start_log(options.output, rank)
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     network = digit_network(nn.BatchNorm2d if fault == "batch-norm" else partial(nn.GroupNorm, 4)).to(device)
     model = DistributedDataParallel(network, find_unused_parameters=fault == "batch-norm")
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
@@ -134,7 +135,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
     memory, pace = MemoryMonitor(), Pace(model)
     gradients.attach(model)
 
-    micro_batches, held_out = digits(device, rank, dist.get_world_size(), same=fault == "seed")
+    micro_batches, held_out = digits(device, rank, dist.get_world_size(), same=fault == "seed", seed=1 + options.seed)
     kept, rows, summary = [], [], ""
     for step in range(1, options.steps + 1):
         half_time = step == options.steps // 2
@@ -169,7 +170,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
             continue
         reading, rank_norms, norm_reading, held = meter.read(), gradients.read(), norms.read(), memory.read()
         alarms.say(alignment.judge(reading))
-        alarms.say(gradients.judge(rank_norms))
+        alarms.say(gradients.judge(rank_norms, reading))
         alarms.say(norms.judge(norm_reading))
         alarms.say(memory.judge(held))
         alarms.say(pace.judge(pace.read()))
@@ -192,7 +193,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
             print(json.dumps({key: round(value, 4) for key, value in rows[-1].items()}), flush=True)
     if rank == 0:
         print(summary)
-        print(f"{alarms.count} alarms" if alarms.count else "no alarm")
+        print(f"{alarms.count} alarm{'s' * (alarms.count > 1)}" if alarms.count else "no alarm")
         (options.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         draw_curves(rows, options.output / "curves.png")
 
@@ -205,7 +206,9 @@ def start_log(folder: Path, rank: int) -> None:
         logging.basicConfig(level=logging.WARNING, format="ALARM %(message)s", handlers=handlers)
 
 
-def digits(device: Any, rank: int, ranks: int, *, same: bool) -> tuple[Iterator[tuple[Any, Any]], tuple[Any, Any]]:
+def digits(
+    device: Any, rank: int, ranks: int, *, same: bool, seed: int
+) -> tuple[Iterator[tuple[Any, Any]], tuple[Any, Any]]:
     """Endless micro-batches of this rank's own samples, and 297 held-out digits."""
     import torch
     from sklearn.datasets import load_digits
@@ -213,7 +216,7 @@ def digits(device: Any, rank: int, ranks: int, *, same: bool) -> tuple[Iterator[
     images, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(images / 16).float().view(-1, 1, 8, 8).to(device)
     labels = torch.from_numpy(labels).to(device)
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(labels), generator=draw)
     held_out, others = order[:297], order[297:]
 
@@ -264,18 +267,23 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     steps, means, errors = ([row[key] for row in rows] for key in ("step", "loss", "loss_standard_error"))
-    figure, panel = pyplot.subplots(figsize=(8, 4))
+    figure, panel = pyplot.subplots(figsize=(8, 4), layout="constrained")
     panel.plot(steps, [row["sampled_loss"] for row in rows], color="C1", label="last micro-batch, mean of the ranks")
     panel.plot(steps, means, color="C0", label="every micro-batch (LossMeter)")
     low, high = ([m + side * 2 * e for m, e in zip(means, errors, strict=True)] for side in (-1, 1))
     panel.fill_between(steps, low, high, color="C0", alpha=0.25, linewidth=0, label="twice its standard error")
     panel.set(xlabel="optimizer step", ylabel="loss", yscale="log")
-    panel.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    panel.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=(1, 2, 5, 10)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(ticker.NullFormatter())
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(color="0.92")
+    panel.set_axisbelow(True)
+    panel.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 # ---- 2. What the monitors cost ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from matplotlib import ticker
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,7 +80,7 @@ class Calls(TorchDispatchMode):
 def held(model: nn.Module, windows: Any) -> int:
     """Bytes of gradients and of their sums, each storage once."""
     tensors = [each.grad for each in model.parameters()]
-    for summed in windows._gradient._sums.values():
+    for summed in windows._host.gradient._sums.values():
         tensors += [each for each in vars(summed).values() if isinstance(each, Tensor)]
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if each is not None
@@ -153,7 +154,7 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
     panels = figure.subplots(1, len(DTYPES), sharex=True)
     for panel, dtype in zip(panels, DTYPES, strict=True):
         for head, line in zip(HEADS, ("-", "--"), strict=True):
@@ -161,13 +162,25 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 some = [row for row in rows if _key(row) == (head, dtype, mode)]
                 x, y = [row["micro_batches"] for row in some], [100 * row["error"] for row in some]
                 panel.plot(x, y, line, color=colour, marker="o", markersize=3, label=f"{head}, {mode}")
-        panel.set(
-            xscale="log", yscale="log", title=f"{dtype} parameters", xlabel="micro-batches of one global batch, G"
-        )
-        panel.grid(alpha=0.3)
+        shown = [100 * row["error"] for row in rows if _key(row)[1] == dtype]
+        panel.set(xscale="log", title=f"{dtype} parameters", xlabel="micro-batches of one global batch, G")
+        panel.set_xticks(sorted({row["micro_batches"] for row in rows}))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_locator(ticker.NullLocator())
+        if max(shown) > 3 * min(shown):
+            panel.set_yscale("log")
+            panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_minor_locator(ticker.NullLocator())
+        else:
+            panel.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=(1, 2, 5, 10)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(color="0.92")
+        panel.set_axisbelow(True)
     panels[0].set_ylabel("error of the gradient against float64 [%]")
-    panels[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    lines, labels = panels[0].get_legend_handles_labels()
+    figure.legend(lines, labels, title="head, accumulate_in", loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

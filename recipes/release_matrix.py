@@ -198,8 +198,15 @@ def table(summaries: dict[tuple[str, int, str], Summary]) -> str:
     return "\n".join(lines)
 
 
+#: Difference of two logarithms of an error that is a change.
+_CHANGED = 0.18
+
+
 def draw(summaries: dict[tuple[str, int, str], Summary], file: Path) -> None:
-    """Stock on the left, ours on the right: white at the float floor, dark where the gradient is another one."""
+    """Stock on the left, ours on the right: pale at the float floor, dark where the gradient is another one.
+
+    Releases are labelled where one of their cells differs from the release before by more than a factor of 1.5.
+    """
     import matplotlib
     import numpy as np
 
@@ -208,8 +215,9 @@ def draw(summaries: dict[tuple[str, int, str], Summary], file: Path) -> None:
 
     heads, releases = _heads(summaries), list(dict.fromkeys(release for release, _, _ in summaries))
     columns = [(head, ranks) for head in heads for ranks in WORLD_SIZES]
-    figure, axes = pyplot.subplots(1, 2, figsize=(15, 3 + 0.19 * len(releases)), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3 + 0.13 * len(releases)), sharey=True, layout="constrained")
     image = None
+    changed = {0, len(releases) - 1}
     for axis, (title, side) in zip(axes, (("stock", "stock"), ("hf_accum_fix", "ours")), strict=True):
         values = np.full((len(releases), len(columns)), np.nan)
         for row, release in enumerate(releases):
@@ -218,14 +226,26 @@ def draw(summaries: dict[tuple[str, int, str], Summary], file: Path) -> None:
                 value = None if summary is None else getattr(summary, side)
                 if value is not None:
                     values[row, column] = np.log10(max(value, 1e-16))
+        numbers = np.nan_to_num(values, nan=9.0)
+        changed |= {row for row in range(1, len(releases)) if np.abs(numbers[row] - numbers[row - 1]).max() > _CHANGED}
         axis.set_facecolor("lightgrey")
         image = axis.imshow(values, cmap="magma_r", vmin=-8, vmax=1, aspect="auto")
-        axis.set_title(f"{title}: relative error of one step")
-        axis.set_xticks(range(len(columns)), [f"{head}, {ranks}" for head, ranks in columns], rotation=90, fontsize=7)
-        axis.set_yticks(range(len(releases)), releases, fontsize=7)
-    bar = figure.colorbar(image, ax=axes, label="log10 of the worst relative error; grey: the release cannot run it")
-    bar.ax.tick_params(labelsize=8)
-    figure.savefig(file, dpi=110)
+        axis.set_title(title)
+        # A head has a column for each number of ranks: one label in their middle.
+        wide = len(WORLD_SIZES)
+        axis.set_xticks([wide * place + (wide - 1) / 2 for place in range(len(heads))], heads, rotation=90)
+        axis.set_xticks([wide * place - 0.5 for place in range(1, len(heads))], minor=True)
+        axis.tick_params(which="both", length=0)
+        axis.grid(which="minor", axis="x", color="white", linewidth=1.5)
+        axis.spines[:].set_visible(False)
+    rows = sorted(changed)
+    axes[0].set_yticks(rows, [releases[row].split("@")[0] for row in rows], fontsize=9)
+    figure.suptitle("Worst relative error of one step; each head on one rank and on two")
+    bar = figure.colorbar(image, ax=axes, location="bottom", shrink=0.5, aspect=40)
+    bar.set_label("grey: the release cannot run it")
+    bar.set_ticks(range(-8, 2, 2), labels=[f"{10.0**power:g}" for power in range(-8, 2, 2)])
+    bar.outline.set_visible(False)
+    figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
 

@@ -393,10 +393,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure, (bars, curves) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (bars, curves) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for place, mode in enumerate(modes):
         values = [row["samples_per_cpu_second"] for row in rows if row["mode"] == mode]
         middle = statistics.median(values)
@@ -410,9 +410,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         curves.plot(range(1, len(losses) + 1), losses, style, label=mode, fillstyle="none")
     curves.set_xlabel("optimizer step")
     curves.set_ylabel("logged loss")
-    curves.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    curves.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=(1, 2, 5, 10)))
+    curves.yaxis.set_major_formatter("{x:g}")
+    curves.legend(frameon=False)
+    for panel, axis in ((bars, "x"), (curves, "both")):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis=axis, color="0.92")
+        panel.set_axisbelow(True)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> int:

@@ -132,7 +132,7 @@ def _check_mean(
         doubt = "one number that is no count divides several of its terms"
     # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on;
     # a loss over its own value has that anyway.
-    varies = not (has_values and compared.are_distinct) or any(
+    varies = not (has_values and compared.are_distinct and any(values)) or any(
         not is_near(values[0] or 0.0, value) for value in values[1:]
     )
     shows = varies or len(candidate.spec.counts) > 1 or not weights_elements(whole.term.leaf)

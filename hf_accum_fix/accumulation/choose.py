@@ -40,7 +40,8 @@ class Choice:
 
     def note_failure(self, split: Split, error: Exception) -> None:
         """Note the error of a split, but of a narrowed one: a model may need batches as wide as its collator's."""
-        self.failure = self.failure or (None if split.narrowed else error)
+        # Without the frames of the forward, which hold its tensors: the next one may need their memory.
+        self.failure = self.failure or (None if split.narrowed else error.with_traceback(None))
 
     def take(self, split: Split, latest: LossContract, whole: Reading) -> bool:
         """Take the contract of one more split; returns whether it needs no other. ``whole`` as in `Choice`."""

@@ -40,7 +40,7 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
     whole, setting = compared.whole, compared.setting
     seen = [reading.inside if inside else reading.terms for reading in compared.readings]
     candidates, mismatch = match(seen, compared)
-    tested = _all_tested(with_values(candidates, compared.readings), compared)
+    tested = _all_tested(with_values(_counted_alike(candidates), compared.readings), compared)
     adds = _added(tested, compared) if any(each.term.path.added for each in seen[0]) else How.MEAN
     specs, doubt, cause = _specs(tested, mismatch, adds, compared)
     found = LossContract(
@@ -106,6 +106,20 @@ def _all_tested(candidates: Sequence[Candidate], compared: Comparison) -> list[C
         known = [rule for term in tested for rule, ratio in term.spec.rules.items() if ratio == 1.0]
         tested.append(check_term(each, compared, known, alone=len(candidates) == 1))
     return tested
+
+
+def _counted_alike(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The terms, with the count of the first that divides by the same but for rounding.
+
+    The two terms of a cross entropy with class weights and smoothed labels do.
+    """
+    found: list[Candidate] = []
+    for each in candidates:
+        alike = (one.counts for one in found if len(one.counts) == len(each.counts) > 0)
+        counts = next((one for one in alike if all(map(is_near, one, each.counts))), each.counts)
+        counted = counts if each.spec.counted == each.counts else each.spec.counted
+        found.append(replace(each, counts=counts, spec=replace(each.spec, counted=counted)))
+    return found
 
 
 def _specs(

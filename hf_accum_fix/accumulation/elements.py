@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix.accumulation.loss_graph import MOST_BELOW, PRODUCTS, factor_of, live_edges, shape_of
-from hf_accum_fix.errors import ContractError
+from hf_accum_fix.accumulation.loss_graph import MOST_BELOW
+from hf_accum_fix.accumulation.nodes import PRODUCTS, NotSavedError, factor_of, live_edges, shape_of
 
 #: Layers, through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
@@ -63,7 +63,7 @@ def _has_weights(node: Any) -> bool:
         if hasattr(node, "_saved_reduction"):
             return any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight"))
         found = factor_of(node) if multiplies else None
-    except ContractError:
+    except NotSavedError:
         # A tensor that was not saved, and so no single number.
         return True
     value = 1.0 if found is None or found[1].learnt else found[1].value

@@ -10,73 +10,20 @@ are the same from torch 2.2.2 to 2.15.0.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.errors import ContractError
+from hf_accum_fix.accumulation import nodes, stacks
+from hf_accum_fix.accumulation.nodes import Bound, Edge, Factor, NotSavedError, live_edges, on_host, shape_of
 
-#: Nodes by what they do: "pass" keeps a number, "factor" multiplies or divides it, "sum" and "mean" reduce a tensor to
-#: it, "choose" selects elements by value.
-_NODES = {
-    "pass": "ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute NanToNum "
-    # Of distributed tensors and DistributedDataParallel; DeepSpeed's hooks on what a module returns.
-    "_ToTorchTensor _FromTorchTensor _DDPSink PreBackwardFunctionForModule PreBackwardFunction",
-    "add": "Add Sub Rsub",
-    "factor": "Neg Mul Div Where",
-    "mean": "Mean",
-    "sum": "Sum Nansum Dot Mm Bmm",
-    "stack": "Stack Cat",
-    "choose": "Topk Kthvalue",
-}
-#: What each node does.
-ROWS: Mapping[str, str] = MappingProxyType({name: does for does, names in _NODES.items() for name in names.split()})
-#: Losses that divide by rows, not by elements.
-_BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
-#: Sums of products.
-PRODUCTS = ("Dot", "Mm", "Bmm")
-_SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
-#: Most terms of a loss that is read, nodes of a learnt factor (exp(-s)), and nodes that are searched for a layer.
-_MOST_TERMS, _MOST_NODES, MOST_BELOW = 512, 32, 10_000
-#: The last loss that was read.
-_last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
-
-
-class Factor(NamedTuple):
-    """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
-
-    ``node``: the product or quotient with a learnt number: a parameter, or a function of parameters; None: the number
-    has no gradient. ``memory``: the address of a tensor on the CPU.
-    """
-
-    value: Tensor | float
-    divides: bool = False
-    node: Any = None
-    memory: int = 0
-
-    @property
-    def learnt(self) -> bool:
-        """Whether it has a gradient."""
-        return self.node is not None
-
-    def on_host(self) -> Factor:
-        """With a Python number for one on the CPU."""
-        if not isinstance(self.value, Tensor) or self.value.ndim > 0 or not self.value.is_cpu:
-            return self
-        return self._replace(value=float(self.value), memory=self.value.data_ptr())
-
-
-#: A node, and the index of its input.
-Edge: TypeAlias = "tuple[Any, int]"
+#: Most terms of a loss that is read, and nodes that are searched for a layer.
+_MOST_TERMS, MOST_BELOW = 4096, 10_000
 
 
 @dataclass(frozen=True)
@@ -87,6 +34,9 @@ class Path:
         top: the highest node that belongs to this term alone; a hook there weights the whole term.
         factors: from the loss down.
         above: number of factors above ``top``.
+        product: the product with a learnt vector that multiplies the term, and its place there, where a hook
+            weights the term instead of on ``top``; None: there is none.
+        bounds: the floors and ceilings on the path.
         added: something without a gradient is added on the path.
         outer: number of factors above the loss that the model returned; None: that is not on the path.
     """
@@ -94,6 +44,8 @@ class Path:
     top: Any
     factors: tuple[Factor, ...] = ()
     above: int = 0
+    product: tuple[Any, int] | None = None
+    bounds: tuple[Bound, ...] = ()
     added: bool = False
     outer: int | None = None
 
@@ -106,10 +58,10 @@ class Path:
         """With more factors."""
         return replace(self, factors=(*self.factors, *factors)) if factors else self
 
-    def below(self, top: Any, sign: float = 1.0) -> Path:
-        """Below a sum, where ``top`` belongs to one of its terms, multiplied by ``sign``."""
-        path = self if sign == 1 else self.times(Factor(sign))
-        return replace(path, top=top, above=len(path.factors))
+    def below(self, top: Any, *factors: Factor, product: tuple[Any, int] | None = None) -> Path:
+        """Below a sum, where ``top`` belongs to one of its terms, multiplied by ``factors``."""
+        path = self.times(*factors)
+        return replace(path, top=top, above=len(path.factors), product=product)
 
 
 @dataclass(frozen=True)
@@ -178,8 +130,7 @@ def read(
     """
     if loss.grad_fn is None:
         return []
-    global _last
-    _last = weakref.ref(loss)
+    nodes.note_loss(loss)
     # Under a dispatch mode Python numbers that autograd has wrapped cannot be read.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
@@ -205,11 +156,6 @@ def ignored_index(term: Term) -> int | None:
     return ignored - 2**64 if ignored >= 2**63 else ignored
 
 
-def on_host(number: Tensor | float) -> bool:
-    """Whether reading a number does not wait for a device."""
-    return not isinstance(number, Tensor) or number.device.type == "cpu"
-
-
 @dataclass(frozen=True)
 class _Reader:
     """How a loss is read; the attributes are the arguments of `read`."""
@@ -220,205 +166,102 @@ class _Reader:
     deep: bool
 
     def terms(self, edge: Edge, path: Path) -> Iterator[Term]:
-        """The terms from a node downwards."""
-        while True:
+        """The terms from a node downwards; without recursion, since a sum may have thousands of them."""
+        pending = [(edge, path)]
+        while pending:
+            edge, path = pending.pop()
             node, output = edge
             if node in self.returned:
                 path = replace(path, outer=len(path.factors))
-            does = _does(node)
+            does = nodes.does(node)
             if node in self.stops:
-                break
-            if does in ("loss", "mean", "sum"):
-                if (number := _number_below(node, does)) is None:
+                yield _unread(node, path)
+            elif does in ("loss", "mean", "sum"):
+                if (number := nodes.number_below(node, does)) is None:
                     yield from self._reduced(node, does, path)
-                    return
-                edge = number
+                    continue
+                pending.append((number, path))
             elif does == "pass":
-                edge = _passed(node, output)
+                edge = nodes.passed(node, output)
                 # A node with several outputs is shared.
-                path = path.below(edge[0]) if has_several_outputs(node) else path
-            elif does == "add":
-                summands = _summands(node)
-                if len(summands) > 1:
-                    for each, sign in summands:
-                        yield from self.terms(each, path.below(each[0], sign))
-                    return
-                # The other summand has no gradient.
-                [(edge, sign)] = summands
-                path = replace(path.below(edge[0], sign), added=True)
-            elif does == "factor" and (found := factor_of(node)) is not None:
-                edge, path = found[0], path.times(found[1])
+                pending.append((edge, path.below(edge[0]) if nodes.has_several_outputs(node) else path))
+            elif does == "add" and (summands := nodes.summands(node)) is not None:
+                # Else the other summand has no gradient.
+                added = path.added or len(summands) == 1
+                below = [(each, replace(path.below(each[0], *its), added=added)) for each, its in summands]
+                pending += reversed(below)
+            elif does == "factor" and (found := nodes.factor_of(node)) is not None:
+                pending.append((found[0], path.times(found[1])))
+            elif does == "bound" and (bound := nodes.bound_of(node)) is not None:
+                pending.append((bound[0], replace(path, bounds=(*path.bounds, bound[1]))))
+            elif (pick := stacks.picked(node)) is not None:
+                pending.append((pick[0], path.below(pick[0][0], *pick[1])))
             else:
-                break
-        yield Term(type(node).__name__, node, path, readable=False, learnt=_is_learnt(node))
+                yield _unread(node, path)
 
     def _reduced(self, node: Any, does: str, path: Path) -> Iterator[Term]:
         """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
-        below = live_edges(node)[0]
-        stacked, parts = _stacked(below[0]), [(below, path)]
+        multiplies = type(node).__name__.startswith(nodes.PRODUCTS)
+        stacked, below, parts = self._stacked(node, does), live_edges(node)[0], [(live_edges(node)[0], path)]
         # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
-        multiplies = type(node).__name__.startswith(PRODUCTS) and (bool(stacked) or len(live_edges(node)) > 1)
-        hides = node if multiplies else below[0] if _does(below[0]) == "choose" else None
+        hidden = multiplies and not stacked and (len(live_edges(node)) > 1 or stacks.holds_stack(below[0]))
+        hides = node if hidden else below[0] if nodes.does(below[0]) == "choose" else None
         if hides is not None:
-            yield Term(type(hides).__name__, node, path, readable=False, learnt=_is_learnt(node))
+            yield Term(type(hides).__name__, node, path, readable=False, learnt=nodes.is_learnt(node))
             return
         if self.inside and stacked:
-            path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
-            for each in stacked:
-                yield from self.terms(each, path.below(each[0]))
+            path = path.times(Factor(float(math.prod(shape_of(below[0]))), divides=True)) if does == "mean" else path
+            for one in stacked:
+                part = path.below(one.edge[0], *one.factors, product=one.product)
+                yield from self.terms(one.edge, replace(part, added=True) if one.added else part)
             return
-        if does == "mean" and _adds_a_number(below[0]):
+        if does == "mean" and nodes.adds_a_number(below[0]):
             # mean(x + number) = mean(x) + number
-            parts = [(each, path.below(each[0], sign)) for each, sign in _summands(below[0])]
+            found = nodes.summands(below[0]) or []
+            parts = [(each, path.below(each[0], *factors)) for each, factors in found]
         for each, part in parts:
             if len(parts) > 1 and shape_of(each[0]) == ():
                 yield from self.terms(each, part)
                 continue
             inner = list(_inner(each)) if self.deep and does != "loss" else []
-            own = _own_divisor(node, does, each[0])
+            own = nodes.own_divisor(node, does, each[0])
             whole = part.times(*inner, *own)
             yield Term(type(node).__name__, node, whole, rows=len(stacked), divides=bool(own), within=len(inner))
 
-
-def _does(node: Any) -> str:
-    """As in `ROWS`, or "loss": a mean or sum by one of torch's loss functions."""
-    reduces = getattr(node, "_saved_reduction", 0)
-    return "loss" if reduces else ROWS.get(type(node).__name__.rpartition("Backward")[0], "")
-
-
-def live_edges(node: Any) -> list[Edge]:
-    """The edges to what has a gradient."""
-    return [each for each in node.next_functions if each[0] is not None]
+    def _stacked(self, node: Any, does: str) -> list[stacks.Part]:
+        """The numbers that a node reduces; empty: it reduces a tensor, or what was not saved tells."""
+        try:
+            if type(node).__name__.startswith(nodes.PRODUCTS):
+                return stacks.parts_of_product(node, _MOST_TERMS) or []
+            return [] if does == "loss" else stacks.parts_of(live_edges(node)[0], _MOST_TERMS) or []
+        except NotSavedError:
+            return []
 
 
-def _passed(node: Any, output: int) -> Edge:
-    """The edge below a node that keeps a number; DDP's maps each input to one output."""
-    return node.next_functions[output] if type(node).__name__.startswith("_DDP") else live_edges(node)[0]
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    """The shape of a node's output; before torch 2.5, the shape of its gradient."""
-    if hasattr(node, "_input_metadata"):
-        return tuple(node._input_metadata[0].shape) if node._input_metadata else ()
-    if hasattr(node, "variable"):
-        return tuple(node.variable.shape)
-    loss = _last()
-    assert loss is not None, "a node outlives its loss"
-    return tuple(torch.autograd.grad(loss, GradientEdge(node, 0), retain_graph=True)[0].shape)
-
-
-def has_several_outputs(node: Any) -> bool:
-    """Whether a node has several outputs; before torch 2.5 any custom function may."""
-    if hasattr(node, "_input_metadata"):
-        return len(node._input_metadata) > 1
-    return isinstance(node, BackwardCFunction) or type(node).__name__.startswith(_SEVERAL_OUTPUTS)
-
-
-def _summands(node: Any) -> list[tuple[Edge, float]]:
-    """The edges below a sum or difference, and what each is multiplied by."""
-    alpha, kind = float(node._saved_alpha), type(node).__name__[0]
-    signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[kind]
-    return [(each, sign) for each, sign in zip(node.next_functions, signs, strict=False) if each[0] is not None]
-
-
-def factor_of(node: Any) -> tuple[Edge, Factor] | None:
-    """The edge below a product, quotient or selection with a number, and the number; None: there is no such number."""
-    kind = type(node).__name__.rpartition("Backward")[0]
-    if kind == "Neg":
-        return node.next_functions[0], Factor(-1.0)
-    # A number of Python may have no edge.
-    edges = (*node.next_functions, (None, 0))[:2]
-    sides = [side for side in (0, 1) if edges[side][0] is None]
-    if not sides and kind != "Where":
-        sides = [side for side in (0, 1) if _is_learnt(edges[side][0])]
-    if len(sides) != 1 or (kind == "Div" and sides == [0]):
-        return None
-    [side] = sides
-    below = edges[1 - side]
-    if kind == "Where":
-        return below, Factor(node._saved_condition if side else ~node._saved_condition)
-    value, learnt = node._saved_other if side else node._saved_self, edges[side][0] is not None
-    return below, Factor(value.detach() if learnt else value, kind == "Div", node if learnt else None)
-
-
-def _number_below(node: Any, does: str) -> Edge | None:
-    """The single number that a mean or sum reduces, or that a mean has for every element; None: it reduces more."""
-    below = live_edges(node)[0]
-    if does == "mean" and type(below[0]).__name__ == "ExpandBackward0":
-        expanded = live_edges(below[0])[0]
-        return expanded if shape_of(expanded[0]) == () else None
-    return below if does != "loss" and _is_number(below[0]) else None
-
-
-def _stacked(node: Any) -> list[Edge]:
-    """The single numbers that a node has stacked; empty: it stacks tensors, or nothing."""
-    live = live_edges(node) if _does(node) == "stack" else []
-    return live if all(_is_number(each) for each, _ in live) else []
-
-
-def _is_number(node: Any) -> bool:
-    """Whether a node returns a single number, or makes a vector of one."""
-    if shape_of(node) == ():
-        return True
-    # An expanded number is no vector of one.
-    return _does(node) == "pass" and math.prod(shape_of(node)) == 1 and shape_of(node.next_functions[0][0]) == ()
-
-
-def _adds_a_number(node: Any) -> bool:
-    """Whether a node adds a single number to every element of a tensor."""
-    return _does(node) == "add" and sorted(shape_of(each) == () for each, _ in live_edges(node)) == [False, True]
-
-
-def _own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
-    """What a mean divides by itself; empty: it is a sum."""
-    if does == "sum" or getattr(node, "_saved_reduction", 0) == 2:
-        return []
-    if does == "mean":
-        return [Factor(float(node._saved_self_sym_numel), divides=True)]
-    total = getattr(node, "_saved_total_weight", None)
-    if total is None:
-        # Before torch 2.5 a shape takes a gradient.
-        shape = shape_of(below)
-        total = float(math.prod(shape[:1] if type(node).__name__ in _BY_ROW else shape))
-    return [Factor(total, divides=True)]
+def _unread(node: Any, path: Path) -> Term:
+    return Term(type(node).__name__, node, path, readable=False, learnt=nodes.is_learnt(node))
 
 
 def _inner(edge: Edge) -> Iterator[Factor]:
     """The numbers that the elements of a sum are multiplied or divided by."""
     while edge[0] is not None and edge[0].next_functions:
         node, output = edge
-        does = _does(node)
+        does = nodes.does(node)
         if does == "factor":
             try:
-                found = factor_of(node)
-            except ContractError:
-                # A tensor that was not saved, and so no single number.
+                found = nodes.factor_of(node)
+            except NotSavedError:
+                # No single number.
                 return
             if found is None or found[1].learnt or (isinstance(found[1].value, Tensor) and found[1].value.ndim > 0):
                 return
             edge = found[0]
             yield found[1]
         elif does == "pass":
-            edge = _passed(node, output)
+            edge = nodes.passed(node, output)
         elif does == "mean":
             # Over some dimensions.
             edge = live_edges(node)[0]
             yield Factor(float(node._saved_self_sym_numel) / math.prod(shape_of(node)), divides=True)
         else:
             return
-
-
-def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
-    """Whether a number is a function of single parameters, without a tensor in between."""
-    if node is None or left == 0:
-        return left > 0
-    if type(node).__name__ == "AccumulateGrad":
-        return True
-    if getattr(node, "_saved_reduction", 0) or math.prod(shape_of(node)) != 1:
-        return False
-    below = [each for each, _ in node.next_functions]
-    leaves = [each for each in below if type(each).__name__ == "AccumulateGrad"]
-    picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
-    if not picks and any(math.prod(shape_of(each)) != 1 for each in leaves):
-        return False
-    return all(_is_learnt(each, left - 1) for each in below)

@@ -22,12 +22,12 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.number import NUMBERS, SHOWN, number_rule, upstream_first, without_number
-from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of
+from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of, with_kept_size
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.reading import (
-    ForgottenError,
     Forward,
     LossRun,
     Reading,
@@ -106,6 +106,14 @@ class _Observation:
             # Its kernel divides by the number, so it gets one, as from stock; loops pass none.
             rule = number_rule(self.whole.batch, window, setting)
             found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=(), hands_number=True)
+        dropped = any(
+            each.how is How.MEAN and not each.rules and seen.named == () and not seen.is_weighted
+            for each, seen in zip(found.terms, terms_of(found, self.whole), strict=True)
+        )
+        if dropped and self._divides_by_number(found):
+            # By the number, as from stock, it trains as it does there.
+            doubt = "its model drops targets that num_items_in_batch counts; the stock Trainer's scale is kept"
+            found = replace(found, keeps_scale=True, doubt=found.doubt or doubt)
         doubt = found.doubt
         if self.writes:
             doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
@@ -121,6 +129,11 @@ class _Observation:
             # Its number counts as upstream's does.
             found = replace(found, items=number_rule(self.whole.batch, window, setting))
         return found
+
+    def _divides_by_number(self, found: LossContract) -> bool:
+        """Whether a model of a Trainer would divide by the number, which counts the window's labels."""
+        setting = self.setting
+        return setting.has_stock and not setting.custom and found.by_number and bool(setting.upstream_number)
 
     def _compared(self) -> LossContract:
         """The contract by the first split of the samples that shows the loss."""
@@ -237,10 +250,11 @@ class _Observation:
         by_number = setting.custom and any(each.how is How.NUMBER for each in found.terms)
         wider = self.ranks.any(setting.world_size > 1 and by_number)
         if not (wider or self.ranks.any(bool(candidates))):
-            return found
+            return with_kept_size(found, whole, self.window) if setting.custom or setting.func else found
         more = self._with_more_ranks() if wider else None
         more = more or self._run(whole.batch, whole.number, partial(self.loss.more_steps, 1))
-        return own_division(found, candidates, whole, more, setting)
+        found = own_division(found, candidates, whole, more, setting)
+        return with_kept_size(found, whole, self.window) if setting.custom or setting.func else found
 
     def _with_more_ranks(self) -> Reading | None:
         """A forward with more steps and ranks; None: a loss that gathers metrics cannot run so."""
@@ -270,7 +284,7 @@ class _Observation:
         run = partial(read_batch, self.loss, batch, number, within, listed=listed, seed=seed)
         try:
             return run(keep=False)
-        except ForgottenError:
+        except NotSavedError:
             # A penalty on the gradient, adversarial noise.
             self._restore()
             return run(keep=True)

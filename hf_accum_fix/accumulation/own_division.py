@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near
 
@@ -108,6 +109,25 @@ def own_division(
     if found.reduction is Reduction.SUM and any(each.how is not How.SUM for each in terms):
         reason = "it is a sum over the batch size in the arguments"
         found = replace(found, reduction=Reduction.MEAN, items=Items(), reason=reason)
+    return found
+
+
+def with_kept_size(found: LossContract, whole: Reading, window: Sequence[Mapping[str, Any]]) -> LossContract:
+    """The contract with sums over a constant that equals the samples of a micro-batch averaged, and said.
+
+    A trainer may have kept its batch size as it was made, so that the constant does not move with the arguments.
+    """
+    sizes = {float(sample_count(batch)) for batch in window}
+    terms = list(found.terms)
+    for at, (spec, seen) in enumerate(zip(found.terms, terms_of(found, whole), strict=True)):
+        divides = (n for n, each in zip(seen.factors, seen.term.factors, strict=True) if each.divides)
+        kept = next((abs(n) for n in divides if _is_any(abs(n), sizes)), None)
+        if spec.how is How.SUM and kept is not None:
+            why = f"the constant {kept:g} below a sum equals a micro-batch's samples: it is averaged as a batch size"
+            terms[at] = replace(spec, how=How.CONSTANT)
+            found = replace(found, doubt=found.doubt or why, terms=tuple(terms))
+    if found.reduction is Reduction.SUM and any(each.how is not How.SUM for each in terms):
+        return replace(found, reduction=Reduction.PLAIN, reason=found.doubt)
     return found
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.items import Items, count_dtype, mean_item_count
-from hf_accum_fix.accumulation.loss_graph import Term, on_host
+from hf_accum_fix.accumulation.loss_graph import Term
+from hf_accum_fix.accumulation.nodes import on_host
 
 #: A Python number, or a tensor of one element on the device.
 Number = Tensor | float
@@ -51,6 +52,8 @@ class Part:
     #: Divisor and prediction of each micro-batch, and the first one's constant factor, by the place of a `TermSpec`.
     _noted: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
     _constants: dict[int, float] = field(default_factory=dict, init=False)
+    #: Whether floors and ceilings bind, on a device.
+    _binds: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         steps = self.micro_batches = max(self.micro_batches, 1)
@@ -78,6 +81,13 @@ class Part:
     def remaining_divisor(self) -> float:
         """The part of G that the engine does not divide a loss by."""
         return self.micro_batches / self.engine_divisor
+
+    def note_bound(self, term: Term, binds: Tensor) -> None:
+        """Note whether a floor or ceiling of a term binds in a micro-batch, where the full batch's may not."""
+        if not on_host(binds):
+            self._binds.append(binds)
+        elif bool(binds):
+            self.changed = f"{term.name} is below a floor or above a ceiling in one of its micro-batches"
 
     def note_constant(self, place: int, term: Term, constant: float) -> None:
         """Compare a term's constant factors with those of the window's first micro-batch; ``place`` as for `note`."""
@@ -135,7 +145,7 @@ class Part:
     def broken(self) -> Tensor | None:
         """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or none."""
         corrected = self.counted and self.is_corrected
-        places, terms, flags = [*self._noted], self.contract.terms, []
+        places, terms, flags = [*self._noted], self.contract.terms, [*self._binds]
         for place in places[int(corrected) :]:
             seen, wanted = self._stacked(place, 0), self._stacked(place, 1)
             if corrected:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
+from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
@@ -25,6 +26,10 @@ from hf_accum_fix.errors import ContractError
 
 #: One forward: (inputs, number or None) -> loss.
 Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
+
+
+#: The attribute of an error that the forward of a loss has raised.
+_OF_FORWARD = "_hf_accum_fix_of_forward"
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,13 @@ class TermReading:
     @property
     def is_weighted(self) -> bool:
         """Whether it is a mean over the class weights of its targets."""
-        return self.term.divides and getattr(self.term.leaf, "_saved_weight", None) is not None
+        is_by_classes = self.term.divides and ignored_index(self.term) is not None
+        return is_by_classes and self.term.leaf._saved_weight is not None
 
     @property
     def shares_learnt(self) -> bool:
         """Whether other terms have the same learnt factor."""
-        return any(each.learnt for each in self.term.factors[: self.term.path.above])
+        return self.term.path.product is None and any(each.learnt for each in self.term.factors[: self.term.path.above])
 
     def is_own_count(self, place: int) -> bool:
         """Whether a factor is the loss function's own divisor."""
@@ -162,10 +168,6 @@ class LossRun:
     hand_on: Callable[[], object] = bool
 
 
-class ForgottenError(ContractError):
-    """A loss takes a gradient itself, in a forward that saved no tensors for one."""
-
-
 def read_batch(
     loss: LossRun,
     batch: Mapping[str, Any],
@@ -204,20 +206,33 @@ def run_with_graph(
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
     ):
-        return loss.forward(dict(batch), passed), captured
+        try:
+            return loss.forward(dict(batch), passed), captured
+        except Exception as error:
+            vars(error)[_OF_FORWARD] = True
+            raise
+
+
+def is_of_forward(error: Exception) -> bool:
+    """Whether an error was raised by the forward of a loss, which training would raise as well."""
+    return _OF_FORWARD in vars(error)
+
+
+def has_no_loss(error: Exception) -> bool:
+    """Whether the forward returned no loss, which stock refuses, too."""
+    return is_of_forward(error) and isinstance(error, ContractError)
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:
     """Save counts, labels and class weights, and no activations."""
-    return tensor if tensor.ndim <= 1 or tensor.numel() <= 1 or not tensor.is_floating_point() else None
+    is_vector = tensor.numel() <= max(tensor.shape, default=1)
+    return tensor if is_vector or not tensor.is_floating_point() else None
 
 
 def unpacked(tensor: Tensor | None) -> Tensor:
     """A tensor that was saved."""
     if tensor is None:
-        raise ForgottenError(
-            "got a gradient inside a forward without saved tensors; expected none; run it with keep=True"
-        )
+        raise NotSavedError
     return tensor
 
 
@@ -225,6 +240,8 @@ def _term_reading(term: Term, captured: Captured, batch: Mapping[str, Any]) -> T
     with _disable_current_modes():
         values = [each.value.detach() if isinstance(each.value, Tensor) else each.value for each in term.factors]
         kept = None if captured.values is None else captured.values.of(term.path.top)
+        if any(bool(each.binds()) for each in term.path.bounds):
+            term = replace(term, name=f"a floor or ceiling of {term.name}", readable=False)
         router, named = captured.routers.get(term.leaf, ""), _named(term, batch)
         seen = TermReading(term, tuple(map(float, values)), None, router, named, is_shifted(term, batch), term.classes)
         return seen if kept is None else replace(seen, value=float(kept) * seen.product(range(term.path.above)))

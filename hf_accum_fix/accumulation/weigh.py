@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.accumulation.contract import How, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
-from hf_accum_fix.accumulation.loss_graph import Term, has_several_outputs, on_host, read, without_nothing
+from hf_accum_fix.accumulation.loss_graph import Term, read, without_nothing
+from hf_accum_fix.accumulation.nodes import has_several_outputs, is_parameter, on_host
 from hf_accum_fix.accumulation.part import Number, Part, differ
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.values import Captured, Values
@@ -142,7 +143,7 @@ def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor
 def _ready(loss: Tensor, weight: Number, part: Part, *, keeps_scale: bool = False) -> Weighed:
     """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
-    return Weighed(weighed, _logged(_settled(weighed.detach(), weight == math.inf), part), keeps_scale)
+    return Weighed(weighed, _logged(_settled(weighed.detach().reshape(()), weight == math.inf), part), keeps_scale)
 
 
 def _logged(value: Tensor, part: Part) -> Tensor:
@@ -211,6 +212,9 @@ class _Weighing:
             elif spec.how in (How.CONSTANT, How.ROUTER) and not self.zero_weight:
                 self.part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
             return []
+        for each in found:
+            for bound in each.path.bounds:
+                self.part.note_bound(each, bound.binds())
         divisor = self._of_mean(place, spec, found) if spec.how is How.MEAN else self._of_other(spec, found)
         if self.zero_weight:
             divisor = math.inf if spec.how in (How.MEAN, How.NUMBER, How.SUM) else divisor
@@ -360,14 +364,28 @@ def _keep_finite(term: Term, count: Number) -> None:
         return tuple(None if grad is None else _settled(grad, nothing) for grad in grads)
 
     term.leaf.register_prehook(zero)
+    product, place = term.path.product or (None, 0)
     for node in term.path.learnt:
-        # Only its outgoing gradients: other terms may have the same factor.
-        node.register_hook(lambda grads, _: zero(grads))
+        if node is not product:
+            # Only its outgoing gradients: other terms may have the same factor.
+            node.register_hook(lambda grads, _: zero(grads))
+    if product is not None:
+
+        def zero_one(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+            nothing = count == 0 if isinstance(count, Tensor) else True
+            flags = [None if grad is None else torch.zeros_like(grad, dtype=torch.bool) for grad in grads]
+            for flag in flags:
+                if flag is not None:
+                    flag.view(-1)[place] = nothing
+            pairs = zip(grads, flags, strict=True)
+            return tuple(None if grad is None or flag is None else grad.masked_fill(flag, 0.0) for grad, flag in pairs)
+
+        product.register_hook(zero_one)
 
 
 def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, part: Part) -> Weighed:
     """Weight the loss by one base weight, and every term relative to that by a hook on its node."""
-    rest, hooks = loss.detach(), list[RemovableHandle]()
+    rest, hooks = loss.detach().reshape(()), list[RemovableHandle]()
     total, tops = torch.zeros_like(rest), set[Any]()
     blank, known = dict[Any, Number](), list[tuple[Tensor, Number]]()
     leaves = [term.leaf for term, *_ in weights]
@@ -384,10 +402,11 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
         is_base = isinstance(weight, float) and isinstance(base, float) and weight == base
         # A hook sees the gradients of all terms that share its node.
         top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
-        if top not in tops and not is_base and not _is_shared(top):
-            tops.add(top)
+        node, place = term.path.product or (top, None)
+        if (node, place) not in tops and not is_base and not _is_shared(node):
+            tops.add((node, place))
             relative = weight if isinstance(base, float) and base == 1 else weight / base
-            hooks.append(top.register_prehook(_scaled(relative)))
+            hooks.append(node.register_prehook(_scaled(relative, place)))
     if added := part.contract.added or any(term.path.added for term, *_ in weights):
         # A mean over no items hides what is added to it.
         hides = [each.isnan() & (weight == math.inf) for each, weight in known]
@@ -400,28 +419,32 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
     return Weighed(loss / _cast(base, loss), _logged(total, part), hooks=hooks)
 
 
-def _is_parameter(node: Any) -> bool:
-    return type(node).__name__ == "AccumulateGrad"
-
-
 def _is_shared(node: Any) -> bool:
     """Whether a node may get gradients of several terms: a parameter, or the parts of one."""
-    return _is_parameter(node) or has_several_outputs(node)
+    return is_parameter(node) or has_several_outputs(node)
 
 
 def _value(term: Term, values: Values | None) -> Tensor | None:
     """A term's part of the loss, 0-dim."""
     top = term.path.top
-    value = top.variable.detach() if _is_parameter(top) else None if values is None else values.of(top)
+    # Of a vector of parameters the sum.
+    value = top.variable.detach().sum() if is_parameter(top) else None if values is None else values.of(top)
     if value is not None:
         for factor in term.factors[: term.path.above]:
             value = value / factor.value if factor.divides else value * factor.value
-    return value
+    return None if value is None else value.reshape(())
 
 
-def _scaled(weight: Number) -> Any:
+def _scaled(weight: Number, place: int | None) -> Any:
+    """A hook that divides a gradient, or one element of it."""
+
     def scale(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else (grad / _cast(weight, grad)).to(grad.dtype) for grad in grads)
+        if place is None:
+            return tuple(None if grad is None else (grad / _cast(weight, grad)).to(grad.dtype) for grad in grads)
+        [grad] = (each for each in grads if each is not None)
+        of_all = torch.ones_like(grad)
+        of_all.view(-1)[place] = weight
+        return (grad / of_all,)
 
     return scale
 

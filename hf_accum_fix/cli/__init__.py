@@ -28,9 +28,11 @@ COMMANDS: Final = {
 """Name of each command and of its module, and a summary."""
 
 LEGEND: Final = """\
-G: gradient_accumulation_steps, W: data-parallel ranks, r: micro-batches of a short window,
-N: items (targets) of the global batch, N_k: those of rank k, n_m and S_m: items and summed loss of micro-batch m.
-head: a model class with its loss; item: a target that counts in the loss; window: micro-batches of one step."""
+G: gradient_accumulation_steps, W: data-parallel ranks,
+r: micro-batches of a short window, N: items (targets) of the global batch,
+N_k: those of rank k, n_m and S_m: items and summed loss of micro-batch m.
+head: a model class with its loss; item: a target that counts in the loss;
+window: micro-batches of one step."""
 """The letters and words of the defect table."""
 
 WRONG_USAGE: Final = 2
@@ -89,4 +91,8 @@ def _parsed(argv: Sequence[str], asked: str) -> argparse.Namespace:
             module = import_module(f"{__name__}.{name}")
             command.description, command.epilog = module.DESCRIPTION, module.EPILOG
             module.add_arguments(command)
-    return parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # argparse would print the usage of the program, not that of the command.
+        commands.choices[arguments.name].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments

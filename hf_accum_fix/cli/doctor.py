@@ -19,7 +19,7 @@ import hf_accum_fix
 from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.cli.inherit import VARIABLE
-from hf_accum_fix.errors import ContractError
+from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.reporting import Report, loss_of, off_by, versions, wrapped
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT
 from hf_accum_fix.upstream.environment import parsed
@@ -37,26 +37,34 @@ _COMMON: Final = {
 }
 """Defects that affect many models, and the gradient at 8 micro-batches; the first one hides the later ones."""
 
-_REMEDY: Final = "hf-accum-fix run COMMAND"
+_RUN: Final = "run: hf-accum-fix run COMMAND"
+_CHECK: Final = "check: hf-accum-fix verify SCRIPT"
 
 DESCRIPTION: Final = """\
-Print in one line whether the installed release, or with --model your model on it, trains at the right gradient, and
-what to do if not. --verbose lists the defects of the release, the runs that each affects, and what apply() would do.
+Print in one line whether the installed release, or with --model your model on
+it, trains at the right gradient, and what to do if not. --verbose lists the
+defects of the release, the runs that each affects, and what apply() would do.
 
-The release number decides. Before doctor recommends a command it imports transformers.trainer in a separate process, to
-check that the installation works.
+The release number decides; in a release newer than our tests, the lines of each
+known defect are looked for in its code. Before doctor recommends a command it
+imports transformers.trainer in a separate process, to check that the
+installation works.
 """
 
 EPILOG: Final = f"""\
 exit code:
-  0  clean: no defect in the installed release, or the patch is on in this process, as under
-     hf-accum-fix run hf-accum-fix doctor (--verbose marks defects that the patch does not fix)
+  0  clean: no defect in the installed release, or the patch is on in this
+     process, as under: hf-accum-fix run hf-accum-fix doctor
+     (--verbose marks defects that the patch does not fix)
      with --model: the stock Trainer trains that model right, or the patch is on
-  1  defects that nothing fixes in this process; with --model: that model is affected
+  1  defects that nothing fixes in this process; with --model: that model is
+     affected
   2  wrong usage
-  3  could not tell: transformers is not installed, is a pre-release, or is outside {OLDEST} to {NEWEST}; its Trainer
-     cannot be imported; the patch is on, but our tests have not run the release; or the model of --model cannot be
-     built, fed or trained, or its loss is not recognised
+  3  could not tell: transformers is not installed, older than {OLDEST}, or a
+     pre-release of an older one than {NEWEST}; its Trainer cannot be imported;
+     a newer release has no known defect's lines; the patch is on, but our tests
+     have not run the release; or the model of --model cannot be built, fed or
+     trained, or its loss is not recognised
 """
 
 
@@ -72,13 +80,15 @@ class Verdict(IntEnum):
 class Diagnosis:
     """The content of every form of the report: that of this process, the answer, and why.
 
-    ``head`` has the findings on the model of --model: "asked", and "built" with "observed", or "error".
+    ``head`` has the findings on the model of --model: "asked", and "built" with "observed", or "error". ``broken``: why
+    the Trainer cannot be imported.
     """
 
     report: Report
     verdict: Verdict
     reason: str
     head: Mapping[str, Any]
+    broken: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +121,8 @@ def diagnose(model: str | None) -> Diagnosis:
     Raises:
         OptionsError: if the model is neither a class or model type of transformers nor a folder.
     """
+    if model is not None and not model.strip():
+        raise OptionsError(f"got --model {model!r}; expected a class, model type or folder, such as: --model bert")
     report = hf_accum_fix.report()
     release = parsed(report.environment.transformers)
     was_run = release is not None and release.public in TESTED_RELEASES
@@ -119,8 +131,8 @@ def diagnose(model: str | None) -> Diagnosis:
         broken = _import_trainer()
         report = hf_accum_fix.report()
     verdict, reason = judge(report)
-    if verdict is Verdict.DEFECTS and TRAINER_MODULE not in sys.modules and report.plan.refusal is None:
-        broken = _import_elsewhere()
+    if verdict is Verdict.DEFECTS and TRAINER_MODULE not in sys.modules:
+        broken = broken or _import_elsewhere()
     if broken is not None:
         verdict, reason = Verdict.COULD_NOT_TELL, f"{TRAINER_MODULE} cannot be imported: {broken}"
     head: dict[str, Any] = {}
@@ -131,7 +143,7 @@ def diagnose(model: str | None) -> Diagnosis:
         verdict, reason = Verdict.COULD_NOT_TELL, f"{reason}; {model} could not be observed"
     elif head and verdict is not Verdict.COULD_NOT_TELL:
         verdict, reason = judge_model(report, head["observed"])
-    return Diagnosis(report, verdict, reason, head)
+    return Diagnosis(report, verdict, reason, head, broken)
 
 
 def _import_trainer() -> str | None:
@@ -169,14 +181,20 @@ def judge(report: Report) -> tuple[Verdict, str]:
     if release is None:
         found = "not installed" if installed is None else f"of no release: {installed!r}"
         return Verdict.COULD_NOT_TELL, f"transformers is {found}"
-    if release.is_prerelease:
+    present, is_read = report.present, report.environment.read is not None
+    if release.is_prerelease and not is_read:
         return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release and may differ from the release"
-    if not OLDEST <= Version(release.base_version) <= NEWEST:
+    if not OLDEST <= Version(release.base_version) <= NEWEST and not is_read:
         return Verdict.COULD_NOT_TELL, f"defects are known of {OLDEST} to {NEWEST}, not of transformers {release}"
-    present = report.present
     if not present:
+        if is_read:
+            return Verdict.COULD_NOT_TELL, f"the code of transformers {release} has the lines of no known defect"
         return Verdict.CLEAN, f"transformers {release} has no known defect"
     defects = f"transformers {release} has {len(present)} defects"
+    if is_read:
+        known = sum(decision.defect.until is None for decision in report.plan.decisions)
+        part = f"all {known}" if len(present) == known else f"{len(present)} of the {known}"
+        defects = f"{part} defects of {NEWEST} are still in the code of transformers {release}"
     if _is_on(report):
         if report.plan.untested is not None:
             return Verdict.COULD_NOT_TELL, f"{defects}; the patch is on, but {report.plan.untested}"
@@ -210,18 +228,26 @@ def _is_on(report: Report) -> bool:
 
 def answer(diagnosis: Diagnosis) -> str:
     """The answer in one line, and what to do."""
+    return "; ".join(_answer(diagnosis))
+
+
+def _answer(diagnosis: Diagnosis) -> list[str]:
+    """The answer, and what to do, a line each."""
     report, head = diagnosis.report, diagnosis.head
     release = report.environment.transformers or "(not installed)"
     about = f"transformers {release}"
     if head:
         about = f"{head['observed']['head'] if 'observed' in head else head['asked']} on {release}"
     if diagnosis.verdict is Verdict.COULD_NOT_TELL:
-        return f"{about}: could not tell"
+        if not head and not diagnosis.broken and _is_on(report):
+            return [f"{about}: the patch is on and fits, but this release is not in our tests", _CHECK]
+        return [f"{about}: could not tell"]
     words = diagnosis.reason if head else _of_release(report, diagnosis.verdict)
     if diagnosis.verdict is Verdict.CLEAN:
-        return f"{about}: {words}"
-    refused = report.plan.refusal is not None
-    return f"{about}: {words}; " + ("the patch is refused, see below" if refused else f"run: {_REMEDY}")
+        return [f"{about}: {words}"]
+    if report.plan.refusal is not None:
+        return [f"{about}: {words}", "the patch is refused, see below"]
+    return [f"{about}: {words}", _RUN if report.plan.untested is None else f"{_RUN}, then {_CHECK}"]
 
 
 def _of_release(report: Report, verdict: Verdict) -> str:
@@ -245,29 +271,29 @@ def to_text(diagnosis: Diagnosis) -> str:
     """The answer and its reasons, on one screen."""
     report = diagnosis.report
     reasons = [*_why(diagnosis), *_model(diagnosis)]
-    lines = [*_definitions([answer(diagnosis), *reasons]), *reasons, *_in_the_way(report), _installed(diagnosis)]
+    lines = [*_definitions([answer(diagnosis), *reasons]), *reasons, *_in_the_way(diagnosis), _installed(diagnosis)]
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
     lines.append(f"in every release ({LIMIT.owner}): hf-accum-fix explain {LIMIT.name}")
     if not diagnosis.head:
         lines.append("for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
-    return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
+    return "\n".join([*wrapped(*_answer(diagnosis)), "", *wrapped(*lines)])
 
 
 def to_verbose(diagnosis: Diagnosis) -> str:
     """The same, with every defect of the release, and what apply() does."""
-    blocks = [[answer(diagnosis)], [_LEGEND]]
+    blocks = [wrapped(*_answer(diagnosis)), [_LEGEND]]
     blocks.append(wrapped(*_why(diagnosis), *_model(diagnosis), _installed(diagnosis)))
     for decision in diagnosis.report.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no single factor"
         left = defect.not_fixed and f"not fixed: {defect.not_fixed}"
         facts = (line for line in (defect.summary, defect.who, left) if line)
-        blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in facts)])
+        blocks.append([*wrapped(f"{defect.name}: {factor}"), *wrapped(*facts, indent=4)])
     first = f"{LIMIT.name}: in every release ({LIMIT.owner})"
-    blocks.append([first, *(f"    {line}" for line in (LIMIT.summary, LIMIT.who, f"set {LIMIT.remedy}"))])
-    blocks.append(_what_apply_does(diagnosis))
+    blocks.append([first, *wrapped(LIMIT.summary, LIMIT.who, f"set {LIMIT.remedy}", indent=4)])
+    blocks.append(wrapped(*_what_apply_does(diagnosis)))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -308,13 +334,16 @@ def _why(diagnosis: Diagnosis) -> list[str]:
     return [f"why: {diagnosis.head.get('error', diagnosis.reason)}"] if shown else []
 
 
-def _in_the_way(report: Report) -> list[str]:
+def _in_the_way(diagnosis: Diagnosis) -> list[str]:
     """What keeps the patch off, or makes it untested."""
+    report = diagnosis.report
+    if diagnosis.broken is not None:
+        return []
     lines = [] if report.plan.refusal is None else [f"apply() refuses: {report.plan.refusal}"]
     if report.missing:
         lines.append(f"dropped by a later patch: {', '.join(report.missing)}")
     if report.plan.untested is not None and report.plan.refusal is None:
-        lines.append(f"UNTESTED: {report.plan.untested}")
+        lines.append(f"apply() fits, but {report.plan.untested}")
     return lines
 
 
@@ -323,7 +352,7 @@ def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
     does = "wraps" if report.state == "applied" else "would wrap"
     methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
     wraps = f"apply() {does} {methods} of Trainer: {len(report.plan.fixed)} defects fixed"
-    return [*([wraps] if report.plan.refusal is None else []), *_in_the_way(report)]
+    return [*([wraps] if report.plan.refusal is None else []), *_in_the_way(diagnosis)]
 
 
 def _model(diagnosis: Diagnosis) -> list[str]:
@@ -337,4 +366,6 @@ def _model(diagnosis: Diagnosis) -> list[str]:
     lines = [f"observed: one step of {head['built']}, {batches}, one process", f"its loss {loss_of(run)}; {exact}"]
     if diagnosis.verdict is Verdict.COULD_NOT_TELL and (off := off_by(run)):
         lines.append(f"the stock Trainer would train it at {off}")
+    if head.get("defects"):
+        lines.append(f"the defect: {' or '.join(f'hf-accum-fix explain {name}' for name in head['defects'])}")
     return lines

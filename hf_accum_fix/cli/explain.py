@@ -7,6 +7,7 @@ from typing import Final
 
 from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.reporting import wrapped
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Limit
 
 DESCRIPTION: Final = "Explain one defect of transformers; without a name, list all defects."
@@ -28,8 +29,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     rows: dict[str, Defect | Limit] = {**{row.name: row for row in DEFECTS}, LIMIT.name: LIMIT}
     if arguments.defect is None:
-        width = max(map(len, rows))
-        write("".join(f"{name:{width}}  {row.summary}\n" for name, row in rows.items()))
+        lines = [line for name, row in rows.items() for line in (name, *wrapped(row.summary, indent=4, hang=0))]
+        write("\n".join(lines) + "\n")
         return 0
     asked: str = arguments.defect
     if asked not in rows:
@@ -57,6 +58,10 @@ def explanation(row: Defect | Limit) -> str:
             "evidence": _EVIDENCE[row.evidence],
             "obsolete": f"when {row.goes_when}",
         }
-    facts["reported"] = f"\n{' ' * 12}".join(row.source)
-    lines = [f"{name:10}  {fact}" for name, fact in facts.items() if fact]
-    return "\n".join([row.name, row.summary, "", *lines, *([] if isinstance(row, Limit) else ["", LEGEND])])
+    lines = [line for name, fact in facts.items() if fact for line in wrapped(f"{name:10}  {fact}", hang=12)]
+    lines += [
+        f"{name:10}  {link}" for name, link in zip(("reported", *[""] * len(row.source)), row.source, strict=False)
+    ]
+    return "\n".join(
+        [row.name, *wrapped(row.summary, hang=0), "", *lines, *([] if isinstance(row, Limit) else ["", LEGEND])]
+    )

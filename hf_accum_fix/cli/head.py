@@ -24,10 +24,13 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.errors import AccumFixError, ContractError, OptionsError
 from hf_accum_fix.observations import recorded
 from hf_accum_fix.options import SWITCH, enabled
 from hf_accum_fix.trainer import GlobalBatchTrainer
+from hf_accum_fix.upstream.defects import DEFECTS, Factor, is_present
+from hf_accum_fix.verification.explanation import defects_with, traits_of
 
 _WIDTHS: Final = ("hidden_size", "d_model", "n_embd", "dim")
 _HEADS: Final = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head", "n_heads")
@@ -55,7 +58,8 @@ def observe_head(asked: str) -> dict[str, Any]:
     """Build a class or model type of transformers, or load a checkpoint's folder, and observe its loss in one window.
 
     Returns:
-        "built": description of the model; "observed": as in `Report.runs`.
+        "built": description of the model; "observed": as in `Report.runs`; "defects": names of those that stock's
+        factor shows.
 
     Raises:
         OptionsError: if ``asked`` is none of them.
@@ -73,7 +77,8 @@ def observe_head(asked: str) -> dict[str, Any]:
             built = f"{head} of {asked}" if folder.is_dir() else f"a small {head}"
             others = [each for each in heads_of(asked) if each != head]
             built = f"{built} (other heads: {', '.join(others)})" if others else built
-            return {"built": built, "observed": _trained(model)}
+            trainer, run = _trained(model)
+            return {"built": built, "observed": run, "defects": _named(trainer, run)}
     except AccumFixError:
         raise
     except Exception as error:  # anything that a third-party model raises
@@ -165,8 +170,8 @@ def _checkpoint(folder: Path) -> Any:
     return head(config)
 
 
-def _trained(model: Any) -> dict[str, Any]:
-    """Train one window of two micro-batches and return its record."""
+def _trained(model: Any) -> tuple[Any, dict[str, Any]]:
+    """Train one window of eight micro-batches of two samples; return the trainer and the window's record."""
     ending = _ending(type(model).__name__)
     if ending is None:
         raise ContractError(f"got {type(model).__name__}; expected a class whose name ends in {', '.join(_LABELS)}")
@@ -200,7 +205,30 @@ def _trained(model: Any) -> dict[str, Any]:
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     *_, run = recorded()
-    return run
+    return trainer, run
+
+
+def _named(trainer: Any, run: Mapping[str, Any]) -> list[str]:
+    """The defects of the installed release that explain stock's factor."""
+    factor, router, steps = run["stock_gradient_factor"], run["stock_router_factor"], run["accumulation_steps"]
+    found: list[str] = []
+    if router is not None and abs(router - 1) > 1e-3:
+        found += [
+            each.name
+            for each in DEFECTS
+            if Factor.ROUTER in each.factors and is_present(each.name, transformers.__version__)
+        ]
+    if factor is None or abs(factor - 1) <= 1e-3:
+        return found
+    labels = [sample.get("labels") for sample in trainer.train_dataset]
+    factors = dict.fromkeys((Factor.G, Factor.G_W), float(steps)) | dict.fromkeys(
+        (Factor.PER_G, Factor.PER_G_W), 1 / steps
+    )
+    if all(each is not None and each.ndim > 0 for each in labels):
+        counted = sum(int((each != -100).sum()) for each in labels)
+        shifted = sum(int((each[1:] != -100).sum()) for each in labels)
+        factors |= {Factor.MORE_BY_ROWS: shifted / counted, Factor.LESS_BY_ROWS: counted / shifted}
+    return [*found, *defects_with(factor, factors, traits_of(trainer, Reduction(run["reduction"]), labels))]
 
 
 def _text_config(config: Any) -> Any:

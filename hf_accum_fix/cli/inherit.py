@@ -68,20 +68,22 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
 
 
 def apply_inherited() -> str:
-    """Call apply() in a process that has just loaded transformers.trainer; return one line to print.
+    """Call apply() in a process that has just loaded transformers.trainer; return one line to print, or an empty one.
 
     Raises:
         SystemExit: if apply() refuses: `from transformers import Trainer` would turn another error into an
             ImportError about missing requirements, which scripts catch and continue without the Trainer.
     """
     from hf_accum_fix import __version__, apply
-    from hf_accum_fix.applying import on_line
+    from hf_accum_fix.applying import is_quiet, on_line
     from hf_accum_fix.upstream.environment import detect
 
     try:
         handle = apply(**vars(inherited_options(os.environ)))
     except AccumFixError as error:
         raise SystemExit(f"hf-accum-fix: {error}") from error
+    if is_quiet():
+        return ""
     if not handle.active:
         return f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}"
     return on_line(detect(), handle.plan)

@@ -40,6 +40,8 @@ _RUNNING: Final = frozenset((
     "time", "timeout", "uv",
 ))  # fmt: skip
 _LAUNCHERS: Final = frozenset(("torchrun", "accelerate", "deepspeed"))
+_ENV_TAKING_A_VALUE: Final = frozenset(("-u", "--unset", "-C", "--chdir", "-g", "-U", "-D", "-p"))
+"""Options of env and sudo whose value is a word of its own."""
 _NO_PYTHON: Final = frozenset(("--no-python", "--no_python"))
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?(\.exe)?")
@@ -80,6 +82,7 @@ def execute(arguments: argparse.Namespace) -> int:
         found = "an empty command" if command else "no command"
         raise OptionsError(f"got {found}; expected one, such as: hf-accum-fix run torchrun train.py")
     if enabled():
+        _refuse_cleaned_environment(command)
         _refuse_deaf_python(command)
         environment = environment_for(options, os.environ)
     else:
@@ -92,6 +95,56 @@ def execute(arguments: argparse.Namespace) -> int:
     except OSError as error:
         sys.stderr.write(f"hf-accum-fix: {command[0]}: {error.strerror}\n")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_RUN
+
+
+def _refuse_cleaned_environment(command: Sequence[str]) -> None:
+    """Refuse ``env -i``, ``sudo`` and the like, which drop the variables that carry the patch."""
+    cleaning = cleaning_words(command)
+    if cleaning is not None:
+        place, words = cleaning
+        before, after = " ".join(command[:place]), " ".join(command[place:]) or "COMMAND"
+        raise OptionsError(
+            f"got {words!r} in the command, which drops or replaces PYTHONPATH, which carries the patch; expected the "
+            f"command to keep it; put hf-accum-fix run behind it: {before} hf-accum-fix run {after}"
+        )
+
+
+def cleaning_words(command: Sequence[str]) -> tuple[int, str] | None:
+    """Where the command begins that gets a cleaned environment, and the words that clean it; None without them.
+
+    Source: https://www.gnu.org/software/coreutils/manual/html_node/env-invocation.html
+    """
+    for place, word in enumerate(command):
+        name = Path(word).name
+        if name in ("env", "sudo"):
+            found, end = _cleaning_option(name, command[place + 1 :])
+            if found:
+                return place + 1 + end, f"{name} {found}".strip()
+        if name not in _RUNNING and not (place > 0 and (word.startswith("-") or "=" in word or not shutil.which(word))):
+            return None
+    return None
+
+
+def _cleaning_option(name: str, words: Sequence[str]) -> tuple[str, int]:
+    """The option of env or sudo that cleans the environment (sudo: its lack of one), and the number of its words."""
+    found, at = "", 0
+    while at < len(words) and (words[at].startswith("-") or "=" in words[at]):
+        word = words[at]
+        value = word in _ENV_TAKING_A_VALUE and at + 1 < len(words)
+        given = f"{word} {words[at + 1]}" if value else word
+        kept = word.startswith(("-E", "--preserve-env"))
+        cleans = word in ("-", "-i", "--ignore-environment") or (
+            (word.startswith("-") and not word.startswith("--") and "i" in word and not value)
+            or given.replace("=", " ").split()[:2] in (["-u", "PYTHONPATH"], ["--unset", "PYTHONPATH"])
+            or given == "-uPYTHONPATH"
+            or word.startswith("PYTHONPATH=")
+        )
+        if name == "env" and cleans:
+            found = found or given
+        if name == "sudo" and kept:
+            return "", at
+        at += 2 if value else 1
+    return (found, at) if name == "env" else ("without -E", at)
 
 
 def _refuse_deaf_python(command: Sequence[str]) -> None:

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from hf_accum_fix.cli import COULD_NOT_TELL, write
+
 DESCRIPTION: Final = (
     "Print the trend and noise of a run's loss, its gradient norms and its alarms, and draw them; of several runs, "
     "report whether their curves differ by more than noise."
 )
 EPILOG: Final = (
-    "exit code: 0 no findings; 1 findings; 3 could not tell: some logs could not be read or compared, or the picture "
+    "exit code: 0 no findings; 1 findings; 3 no findings, but some logs could not be read or compared, or the picture "
     "could not be written."
 )
 
@@ -39,37 +41,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         const=5.0,
         metavar="SECONDS",
-        help="read the logs again and again while they are written (default: every 5 s), until Ctrl-C; needs rich",
+        help="read what is appended to the logs, every 5 s or so many, until Ctrl-C; needs rich",
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the report and write the picture.
+    """Print the report and write the picture; what is wrong with one log or the picture hides nothing of the rest."""
+    from hf_accum_fix.monitor.series import LogsError
+    from hf_accum_fix.monitor.watch import within
 
-    Raises:
-        LogsError: if there are no logs to read, the picture cannot be written, or rich is missing.
-    """
-    from hf_accum_fix.monitor.run_logs import LogsError, printable, read_runs
-    from hf_accum_fix.monitor.watch import look
+    try:
+        return _followed(arguments) if arguments.follow is not None else _watched(arguments)
+    except LogsError as error:
+        _complain(within(f"hf-accum-fix watch: {error}"))
+        return COULD_NOT_TELL
 
-    if arguments.follow is not None:
-        from hf_accum_fix.monitor.follow import follow, followable
 
-        if not followable():
-            raise LogsError("got --follow without rich; expected it installed; pip install rich, or omit --follow")
-        if not arguments.follow > 0:
-            raise LogsError(f"got --follow {arguments.follow:g}; expected seconds above zero")
-        return follow(arguments.logs, arguments.against, arguments.follow).exit_code
-    unread: list[str] = []
-    runs = [run for path in arguments.logs for run in read_runs(path, unread)]
-    found = look(runs, arguments.against, unread)
-    sys.stdout.write(found.words + "\n")
-    if not arguments.no_picture:
-        from hf_accum_fix.monitor.picture import drawable, write_picture
+def _followed(arguments: argparse.Namespace) -> int:
+    from hf_accum_fix.monitor.follow import follow, followable
+    from hf_accum_fix.monitor.series import LogsError
 
-        if drawable():
-            write_picture(runs, arguments.output)
-            sys.stdout.write(f"\npicture: {printable(str(arguments.output))}\n")
-        else:
-            sys.stdout.write('\nno picture: matplotlib is not installed; pip install "hf-accum-fix[recipes]"\n')
+    if not followable():
+        raise LogsError("got --follow without rich; expected it installed; pip install rich, or omit --follow")
+    if not arguments.follow > 0:
+        raise LogsError(f"got --follow {arguments.follow:g}; expected seconds above zero")
+    return follow(arguments.logs, arguments.against, arguments.follow).exit_code
+
+
+def _watched(arguments: argparse.Namespace) -> int:
+    from hf_accum_fix.monitor.progress import Progress
+    from hf_accum_fix.monitor.run_logs import Logs
+    from hf_accum_fix.monitor.series import LogsError, Run, printable
+    from hf_accum_fix.monitor.watch import look, within
+
+    progress, unread, runs = Progress(), list[str](), list[Run]()
+    try:
+        runs = Logs(progress.read).read_all(arguments.logs, unread)
+        found = look(runs, arguments.against, unread, progress.say)
+    finally:
+        progress.end()
+    write(within(found.words) + "\n")
+    if arguments.no_picture:
+        return found.exit_code
+    from hf_accum_fix.monitor.picture import drawable, write_picture
+
+    if not drawable():
+        write(within('\nno picture: matplotlib is not installed; pip install "hf-accum-fix[recipes]"\n'))
+        return found.exit_code
+    try:
+        write_picture(runs, arguments.output)
+    except LogsError as error:
+        _complain(within(f"hf-accum-fix watch: {error}"))
+        return found.exit_code or COULD_NOT_TELL
+    write(within(f"\npicture: {printable(str(arguments.output))}\n"))
     return found.exit_code
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(text + "\n")

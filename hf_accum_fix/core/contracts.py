@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
+from hf_accum_fix.accumulation.reading import has_no_loss, is_of_forward
 from hf_accum_fix.accumulation.samples import unvaried
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.errors import AccumFixError, RankError
+from hf_accum_fix.errors import BY_DESIGN, ContractError, RankError, StandAsideError
 
 
 def settle(
@@ -29,7 +31,13 @@ def settle(
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
     """
-    host.look(batches)
+    try:
+        host.look(batches)
+    except ContractError:
+        # A given contract contradicts the model.
+        raise
+    except Exception as caught:
+        host.contained("looking at what computes the loss", partial(_raise, caught), None)
     first, before = host.state.first, host.state.first.contract
     was_settled = first.is_settled
     if host.options.contract is None:
@@ -39,7 +47,11 @@ def settle(
     contract = host.state.first.contract
     assert contract is not None
     if not was_settled or contract is not before:
-        host.settled(contract, len(batches))
+        host.contained("saying how the loss is reduced", lambda: host.settled(contract, len(batches)), None)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
@@ -47,7 +59,10 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
     state, alone = host.state, host.data_ranks == 1
     if state.first.contract is None:
         state.tasks, state.without_target = {}, {}
-    if host.hears and any(_varies_now(each, batches) for each in state.losses):
+    varies = host.contained(
+        "looking at samples", lambda: any(_varies_now(each, batches) for each in state.losses), False
+    )
+    if host.hears and varies:
         state.reconsider()
     held = [state.loss_of(task_of(batch)) for batch in batches]
     is_open = any(not each.is_settled and (each is state.first or not alone or each in held) for each in state.losses)
@@ -84,14 +99,30 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
             seen = host.observe(batches, number, synced)
     except Exception as caught:
         seen, error = None, caught
-    # Where one rank fails alone, the others would wait for it in training.
-    goes_on = all(host.all_of(error is not None, None)) or (not is_first and loss.contract is None)
-    if error is not None and goes_on and not isinstance(error, AccumFixError) and not out_of_memory(error):
+    by_design = isinstance(error, BY_DESIGN) or (error is not None and has_no_loss(error))
+    # Where the forward of one rank fails alone, the others would wait for it in training.
+    of_forward = error is not None and (is_of_forward(error) or out_of_memory(error))
+    failed = host.all_of((error is not None, of_forward, by_design), None)
+    alone = any(each[1] for each in failed) and not all(each[0] for each in failed)
+    goes_on = not alone or (not is_first and loss.contract is None)
+    found: LossContract | None = None
+    if any(each[0] for each in failed) and goes_on and not any(each[2] for each in failed):
         # If training runs this forward, it raises the error itself.
-        reason = f"its loss could not be observed: {error}"
-        seen = LossContract(Reduction.PLAIN, conclusive=not is_first, reason=reason, keeps_scale=host.has_stock)
-        error = None
-    found = agree([each for each in host.all_of(seen, error) if each is not None])
+        why = host.all_of("" if error is None else str(error), None)
+        reason = f"its loss could not be observed: {next((each for each in why if each), '')}"
+        found = LossContract(Reduction.PLAIN, conclusive=not is_first, reason=reason, keeps_scale=host.has_stock)
+    else:
+        every = [each for each in host.all_of(seen, error) if each is not None]
+        try:
+            found = host.contained("comparing the ranks' losses", lambda: agree(every), None)
+        except ContractError as caught:
+            # Ranks train different losses.
+            error = caught
+        if None in host.all_of(found, error):
+            found = LossContract(
+                Reduction.PLAIN, keeps_scale=host.has_stock, reason="looking at its loss failed on a rank"
+            )
+    assert found is not None
     if found.reason == NO_TARGET_SEEN and loss.contract is not None:
         return
     if host.options.per_sample:
@@ -100,8 +131,10 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
-    values = found.weighted and host.on_cpu
-    loss.unvaried = frozenset(unvaried(_mappings(batches), values=values) if found.exact else ())
+    values, mappings = found.weighted and host.on_cpu, _mappings(batches) if found.exact else []
+    loss.unvaried = host.contained(
+        "looking at samples", lambda: frozenset(unvaried(mappings, values=values)), frozenset[str]()
+    )
     host.state.take(found, loss)
 
 
@@ -171,8 +204,11 @@ def check_alike(
     """
     labels = {key for batch in _mappings(batches) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
-    gathered = host.all_of((len(batches), bool(labels), held, list(tasks), host.state.reconsiders), error)
-    lengths, labelled, found, tasks_of_ranks, again = zip(*gathered, strict=True)
+    state = host.state
+    gathered = host.all_of((len(batches), bool(labels), held, list(tasks), state.reconsiders, state.troubled), error)
+    lengths, labelled, found, tasks_of_ranks, again, troubled = zip(*gathered, strict=True)
+    if any(troubled):
+        raise StandAsideError
     if len({length if host.shards else bool(length) for length in lengths}) > 1:
         raise ranks.uneven(dict(enumerate(lengths)))
     if len(set(labelled)) > 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,18 @@ from torch import Tensor
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.number import NUMBERS
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.accumulation.reading import ForgottenError, LossRun, run_with_graph
+from hf_accum_fix.accumulation.reading import LossRun, run_with_graph
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import weigh
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
+from hf_accum_fix.errors import BY_DESIGN, ContractError, StandAsideError
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
 
 #: Items of a window by each rule of one loss, 0-dim, over all ranks.
@@ -53,6 +56,9 @@ def count_window(
 
     Returns:
         None: a rank has a new task or a changed loss, so all ranks have to settle and count again.
+
+    Raises:
+        StandAsideError: looking failed on a rank, so that all train as stock.
     """
     state, several = host.state, host.world_size > 1
     # One rank alone has observed its new tasks.
@@ -65,16 +71,21 @@ def count_window(
     each, totals = list[Counts](), [zero] * sum(map(len, rules))
     try:
         each, totals = _count(host, rules, batches, strict=several and not asks)
-    except Exception as caught:
+    except (*BY_DESIGN, ContractError) as caught:
         error = error or caught
+    except Exception as caught:
+        host.note_trouble("counting a window", caught)
     items = [*totals, zero if number is None else torch.as_tensor(number).to(zero)]
-    # This rank has a new task or a changed loss; had other counts than predicted; had an inexact window.
-    flags = [asks, state.differs, state.unreported]
+    # This rank has a new task or a changed loss; had other counts than predicted; had an inexact window; failed.
+    flags = [asks, state.differs, state.unreported, state.troubled]
     if several:
         items, flags, routing = _over_ranks(host, len(batches), error, items, flags, routing)
     elif error is not None:
         raise error
-    asks, differs, inexact = flags
+    asks, differs, inexact, troubled = flags
+    if troubled and (host.hears or not each):
+        # Where flags are not read, a rank falls back micro-batch by micro-batch.
+        raise StandAsideError
     if asks and host.hears:
         return None
     if asks:
@@ -85,9 +96,23 @@ def count_window(
         state.note_inexact(state.opened - bool(batches))
     state.unreported = False
     counts, summed = WindowCounts(zero, each, None if number is None else items[-1]), iter(items)
-    _set_parts(host, counts, [{rule: next(summed) for rule in its} for its in rules], batches)
-    _note_inexact(host, counts, batches)
-    host.router.settle(routing, max(len(batches), 1), host.data_ranks)
+    of_losses = [{rule: next(summed) for rule in its} for its in rules]
+    lengths = (len(batches), host.data_ranks, state.corrects > 0 and not is_deepspeed(host.accelerator))
+    try:
+        _set_parts(host, counts, of_losses, batches)
+        _note_inexact(host, counts, batches)
+        host.router.settle(routing, max(len(batches), 1), host.data_ranks)
+    except BY_DESIGN:
+        raise
+    except Exception as caught:
+        host.note_trouble("planning a window", caught)
+        if not several:
+            raise StandAsideError from caught
+        # The other ranks wait for this one until they hear of it, in the next window.
+        counts.parts = []
+        for contract, by_rule in zip(state.contracts, of_losses, strict=True):
+            n: dict[Items | int, Tensor] = {rule: by_rule[rule] for rule in contract.rules} or {Items(): zero}
+            counts.parts.append(Part(contract, n, *lengths, engine_divisor(host.accelerator)))
     return counts
 
 
@@ -184,7 +209,12 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts)
                 contract = host.state.contract_of(batch)
                 at = next(at for at, part in enumerate(counts.parts) if part.contract is contract)
                 takes_number = contract.hands_number or (contract.custom and counts.number is not None)
-                for place, divisor in _divisors(run, batch, counts.parts[at], its, takes_number=takes_number).items():
+                divided: Callable[[], Mapping[int, Any]] = partial(
+                    _divisors, run, batch, counts.parts[at], its, takes_number=takes_number
+                )
+                # A rank that fails joins the others' collective below, and tells them in the next window.
+                nothing: Mapping[int, Any] = {}
+                for place, divisor in host.contained("counting by forwards", divided, nothing).items():
                     if place in totals[at]:
                         its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.device)
                         totals[at][place] = totals[at][place] + its[place]
@@ -200,7 +230,7 @@ def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_numb
     as_read = replace(part, is_corrected=True)
     # Once more if it takes a gradient inside the forward, or its loss is checkpointed.
     for keep in (False, True):
-        with suppress(*() if keep else (ForgottenError,)):
+        with suppress(*() if keep else (NotSavedError,)):
             loss, captured = run_with_graph(run, batch, NUMBERS[0] if takes_number else None, keep=keep)
             weigh(loss, as_read, batch, items, captured)
             break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
+from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -154,6 +155,26 @@ class Host(ABC):
     def contract(self) -> LossContract | None:
         """Of the first task's loss; None: it was not observed yet."""
         return self.state.first.contract
+
+    def contained(self, what: str, look: Callable[[], Value], instead: Value) -> Value:
+        """The result of looking at something, or ``instead`` if that fails: no look ends a training."""
+        try:
+            return look()
+        except BY_DESIGN:
+            raise
+        except Exception as error:
+            self.note_trouble(what, error)
+            return instead
+
+    def note_trouble(self, what: str, error: Exception) -> None:
+        """Warn once that a look failed; from the next window on the training is stock's, on every rank."""
+        self.state.troubled = True
+        self.warn_inexact(
+            "trouble",
+            f"{self.where}: {what} failed ({type(error).__name__}: {error}). The training goes on as without "
+            "hf_accum_fix, and is not exact; please report this error",
+        )
+        logger.debug("%s failed", what, exc_info=error)
 
     def warn_once(self, name: str, message: str) -> None:
         """Warn once for each name."""

@@ -75,6 +75,8 @@ class TrainingState:
         recorded: the training is in the report.
         reconsiders: the losses are observed again in the next window, since they changed.
         reconsidered: how often that was done.
+        troubled: looking at a loss failed on this rank, and the other ranks do not know it yet.
+        aside: on a rank it did, so that the training is stock's.
     """
 
     first: LossState = field(default_factory=LossState)
@@ -91,6 +93,8 @@ class TrainingState:
     recorded: bool = False
     reconsiders: bool = False
     reconsidered: int = 0
+    troubled: bool = False
+    aside: bool = False
     _last_inexact: int = -1
 
     @property
@@ -171,7 +175,11 @@ class TrainingState:
     @property
     def exact(self) -> bool:
         """Whether the loss and every window so far are exact."""
-        return not self.inexact and self.first.contract is not None and all(each.exact for each in self.contracts)
+        return (
+            not (self.inexact or self.aside)
+            and self.first.contract is not None
+            and all(each.exact for each in self.contracts)
+        )
 
     def facts(self) -> dict[str, Any]:
         """The report's entries for several losses; empty: there is one."""

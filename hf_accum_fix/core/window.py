@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.items import Counts, count_by_rules
+from hf_accum_fix.accumulation.items import Counts, count_by_rules, count_dtype
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Weighed, weigh
@@ -28,6 +29,8 @@ from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
 from hf_accum_fix.engines.engine import is_deepspeed
+
+_READING = "comparing a window's counts with those predicted"
 
 
 @dataclass(eq=False)
@@ -43,6 +46,7 @@ class Window:
         gradients: a number that changes with them, after the last micro-batch; None: not checked.
         ended: it was closed.
         copied: losses of copies or parts of its micro-batches were weighted.
+        stock_number: num_items_in_batch as the stock Trainer has it.
     """
 
     host: Host
@@ -53,6 +57,7 @@ class Window:
     gradients: int | None = None
     ended: bool = False
     copied: bool = False
+    stock_number: Any = None
 
     def part_of(self, batch: Any) -> Part:
         """The part of a micro-batch."""
@@ -131,7 +136,7 @@ class Window:
             What gradient and ``value`` were multiplied by; None: nothing.
         """
         host, state, self.ended = self.host, self.host.state, True
-        host.gradient.finish()
+        host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
         if host.hears and any(each.may_change for each in state.contracts):
             state.reconsider()
         if not self.batches:
@@ -143,7 +148,8 @@ class Window:
             its = zip(self.batches, self.counts.each, strict=False)
             part.plan([items for batch, items in its if self.part_of(batch) is part])
         times = self._correction(parts)
-        if unread := [differs for part in parts if (differs := self._differs(part)) is not None]:
+        looked = (host.contained(_READING, partial(self._differs, part), None) for part in parts)
+        if unread := [differs for differs in looked if differs is not None]:
             state.unread = state.unread + torch.stack(unread).any().long()
         mispredicted = isinstance(times, float) and any(part.contract.rules for part in parts)
         if host.hears and (mispredicted or any(part.changed for part in parts)):
@@ -158,7 +164,9 @@ class Window:
         host, several = self.host, self.host.data_ranks > 1
         if not parts[0].is_corrected or not (several or any(part.counted for part in parts)):
             return None
-        sums = torch.stack([part.counts() for part in parts]).sum(dim=0)
+        nothing = torch.zeros(2, dtype=count_dtype(host.device), device=host.device)
+        # The other ranks wait for a rank whose counts cannot be read.
+        sums = host.contained(_READING, lambda: torch.stack([part.counts() for part in parts]).sum(dim=0), nothing)
         sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
         if not host.readable:
@@ -194,6 +202,9 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         batches: the micro-batches of this rank; empty: its data have ended.
         number: upstream's count of them, summed as well; None: there is none.
         error: raised while this rank fetched its window; it is raised on all ranks.
+
+    Raises:
+        StandAsideError: looking failed on a rank, so that all train as stock.
     """
     settle(host, batches, number, error)
     counts = count_window(host, batches, number, error)
@@ -202,7 +213,7 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         counts = count_window(host, batches, number, error)
         assert counts is not None
     if host.readable:
-        host.read()
+        host.contained("reading what windows have shown", host.read, None)
     return Window(host, list(batches), counts)
 
 

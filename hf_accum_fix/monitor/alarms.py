@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.ranks import Ranks
 
 logger = logging.getLogger("hf_accum_fix.monitor")
+
+#: The ranks at the end of an alarm's name.
+_RANKS = re.compile(r"-\d+(, \d+)*$")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,18 @@ class Alarms:
     def count(self) -> int:
         """Alarms so far, logged or not; the same on every rank."""
         return self._times.total()
+
+    def counters(self, group: str) -> dict[str, int]:
+        """Alarms so far by the name of their counter: that of a group, or the alarm's own without its ranks.
+
+        Args:
+            group: what begins the names of the alarms that count as one, "rank_loss"; it is there from the start.
+        """
+        found = Counter({f"{group}_alarms": 0})
+        for kind, times in self._times.items():
+            name = _RANKS.sub("", kind).replace("-", "_")
+            found[f"{group if name.startswith(group) else name}_alarms"] += times
+        return dict(found)
 
     def state_dict(self) -> dict[str, int]:
         """The number of alarms by name."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf_accum_fix.monitor.run_logs import LogsError, read_runs
-from hf_accum_fix.monitor.watch import Report, look
+from hf_accum_fix.monitor.run_logs import Logs
+from hf_accum_fix.monitor.series import LogsError, Run
+from hf_accum_fix.monitor.watch import Report, look, within
 
 
 def followable() -> bool:
@@ -22,7 +23,7 @@ def followable() -> bool:
 def follow(
     paths: Sequence[Path], against: str | None = None, seconds: float = 5.0, sleep: Callable[[float], None] = time.sleep
 ) -> Report:
-    """Show the report, and read the logs again every so many seconds, until it is interrupted.
+    """Show the report, and read what has been appended every so many seconds, until it is interrupted.
 
     Logs that are not there yet, or are being written, are waited for.
 
@@ -39,6 +40,8 @@ def follow(
         LogsError: if it is interrupted before any logs could be read.
     """
     found: Report | None = None
+    logs, before = Logs(grow=True), list[Run]()
+    unread_before: list[str] = []
     missing = LogsError("interrupted before the logs were read; expected one complete reading")
     try:
         from rich.live import Live
@@ -48,12 +51,15 @@ def follow(
             while True:
                 try:
                     unread: list[str] = []
-                    runs = [run for path in paths for run in read_runs(path, unread)]
-                    found = look(runs, against, unread)
-                    shown = found.words
+                    runs = logs.read_all(paths, unread)
+                    # Runs whose logs have not grown are the same objects.
+                    if found is None or [*map(id, runs)] != [*map(id, before)] or unread != unread_before:
+                        found = look(runs, against, unread)
+                    before, unread_before = runs, unread
+                    shown = within(found.words)
                 except LogsError as error:
                     missing = error
-                    shown = f"waiting: {error}"
+                    shown = within(f"waiting: {error}")
                 shown = f"{shown}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"
                 live.update(Text(shown), refresh=True)
                 sleep(seconds)

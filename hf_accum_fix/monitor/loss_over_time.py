@@ -121,7 +121,7 @@ _SHARE, _SWING, _OF_EPOCH = 0.6, 0.07, 0.1
 
 
 class LossOscillation(OfLoss):
-    """Detect a swing by 10 % and more, of one period between 2 and 12 logs, or, over 4 times as many, up to 48.
+    """Detect a swing by 12 % and more, of one period of 3 to 16 logs by the 96th log, of 17 to 60 by the 384th.
 
     In two looks at 64 logs (at 64 means of 4) each, of the log losses without their linear trend and under Hann's
     window, one frequency and its neighbours hold 60 % of the power, which noise hardly does twice, correlated or not.

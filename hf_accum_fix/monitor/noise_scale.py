@@ -31,8 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
+
+#: Measured windows of one micro-batch before that is said.
+_ENOUGH_TOO_FEW = 2
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         self._sums: Tensor | None = None
         self._unread: deque[tuple[Tensor, Tensor]] = deque(maxlen=windows)
         self._estimates: deque[tuple[float, float, float]] = deque(maxlen=windows)
+        self._too_few, self._reported = 0, False
         self._listen()
 
     def micro_batch(self, items: Tensor | float) -> None:
@@ -169,6 +174,7 @@ class NoiseScale(Gathered[NoiseScaleReading]):
     def reading(self, table: Tensor) -> NoiseScaleReading:
         for shares, items, count, norm in table.sum(0).view(-1, 4).tolist():
             if count < 2:
+                self._too_few += count == 1
                 continue
             # A rank's gradients are averaged over the ranks: each is the part of the step times the number of ranks.
             weighted = shares * items / self._ranks.size**2
@@ -185,6 +191,18 @@ class NoiseScale(Gathered[NoiseScaleReading]):
             squares = sum((its / noise - its_signal / signal) ** 2 for its, its_signal, _ in self._estimates)
             error = math.sqrt(squares / count / (count - 1))
         return NoiseScaleReading(count, items, noise, signal, error)
+
+    def judge(self, reading: NoiseScaleReading) -> Alarm | None:
+        """Report once, as an observation, that no window has two micro-batches."""
+        if self._reported or reading.windows or self._too_few < _ENOUGH_TOO_FEW:
+            return None
+        self._reported = True
+        return Alarm(
+            "noise-scale-not-measured",
+            f"got one micro-batch in each of {self._too_few} measured steps; expected two or more, of all ranks "
+            "together; accumulate over smaller ones, or leave noise_scale_every out",
+            observation=True,
+        )
 
     def logged(self, reading: NoiseScaleReading) -> dict[str, float]:
         """The noise scale, its relative error, and what a step achieves."""

@@ -22,7 +22,7 @@ from hf_accum_fix.monitor.robust import (
     noise_sigma,
     slope_of_means,
 )
-from hf_accum_fix.monitor.run_logs import GUESS, PREFIX, Run, Series
+from hf_accum_fix.monitor.series import GUESS, PREFIX, Run, Series
 
 #: Fewest logs that show a trend, or a difference, above the noise.
 ENOUGH = 8
@@ -32,6 +32,8 @@ _POINTS = 60
 _NORMS_A_READING, _NORMS_BEFORE_A_SPIKE = 20, 10
 #: A loss of exactly zero after one above this is no loss: a Trainer logs nan so.
 _NOT_ZERO = 0.01
+#: A number beyond this is on its way to overflow: its square and its cube can still be computed.
+_OVERFLOWS = 1e60
 #: Ratio of the last tenth of the losses to the best that is divergence, where it is halfway back to the first.
 _OVER_THE_BEST = 1.5
 #: Fewest logs, and steps, that show a leak.
@@ -69,7 +71,7 @@ class Summary:
         last_error: standard error of that, from the noise; nan for a short run.
         slope: of the loss over the second half [per step], 95 % interval; None where that is too short.
         noise: standard deviation from log to log, as a share of the loss; nan for a short run.
-        not_finite: steps whose logged loss is nan or inf.
+        not_finite: steps whose logged loss is nan, inf or beyond 1e60.
         sentinel: the number that was left out as "no loss"; None: none.
         gradients: None where no norm was logged.
         accuracy: the name that one was logged under; empty: none.
@@ -99,6 +101,8 @@ class Summary:
 
 def summarise(run: Run) -> Summary:
     """Summary of a run's logs."""
+    overflows = run.series["loss"].where(lambda value: math.isfinite(value) and abs(value) > _OVERFLOWS)
+    run = without_overflow(run)
     logged = run.series["loss"]
     _, sentinel = without_sentinels([value for value in logged.values if math.isfinite(value)])
     zeros = _zeros(logged)
@@ -111,7 +115,8 @@ def summarise(run: Run) -> Summary:
     not_finite = logged.where(lambda value: not math.isfinite(value)).steps
     memory, (gradients, of_norms) = dict(_memory(run)), _norms(run)
     findings = (
-        *_of_missing(not_finite, zeros, sentinel),
+        *_of_missing(not_finite, len(overflows), zeros, sentinel, " or more" * (run.logs_a_point > 1)),
+        *_of_end(run),
         *_of_loss(run, loss),
         *of_norms,
         *_of_memory(memory),
@@ -135,6 +140,17 @@ def summarise(run: Run) -> Summary:
     )
 
 
+def without_overflow(run: Run) -> Run:
+    """The run with inf for every number beyond 1e60, with which nothing can be computed."""
+    odd = [name for name, its in run.series.items() if any(abs(value) > _OVERFLOWS for value in its.values)]
+    return replace(run, series={**run.series, **{name: _within_range(run.series[name]) for name in odd}})
+
+
+def _within_range(series: Series) -> Series:
+    values = (math.copysign(math.inf, value) if abs(value) > _OVERFLOWS else value for value in series.values)
+    return Series(series.steps, tuple(values))
+
+
 def _zeros(loss: Series) -> tuple[float, ...]:
     """Steps whose loss is exactly zero though the one before was not near it."""
     found, before = [], math.inf
@@ -146,15 +162,29 @@ def _zeros(loss: Series) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _of_missing(not_finite: Sequence[float], zeros: Sequence[float], sentinel: Sentinel | None) -> Iterator[Alarm]:
+def _of_missing(
+    not_finite: Sequence[float], overflows: int, zeros: Sequence[float], sentinel: Sentinel | None, more: str
+) -> Iterator[Alarm]:
     if not_finite:
-        words = f"{len(not_finite)} logged losses are not finite, the first at step {not_finite[0]:.0f}"
+        beyond = f" ({overflows} of them beyond {_OVERFLOWS:.0e}, on the way to overflow)" if overflows else ""
+        words = f"{_losses(len(not_finite), more)} not finite{beyond}, the first at step {not_finite[0]:.0f}"
         yield Alarm("loss-not-finite", words)
     if zeros:
-        words = f"{len(zeros)} logged losses are exactly 0, the first at step {zeros[0]:.0f}: a Trainer logs nan as 0 "
-        yield Alarm("loss-zero", f"{words}(logging_nan_inf_filter), and a batch without targets has no loss")
+        words = f"{_losses(len(zeros), more)} exactly 0, the first at step {zeros[0]:.0f}: a Trainer logs nan "
+        yield Alarm("loss-zero", f"{words}as 0 (logging_nan_inf_filter), and a batch without targets has no loss")
     if sentinel is not None:
         yield Alarm("no-loss", str(sentinel))
+
+
+def _losses(count: int, more: str) -> str:
+    return f"{count}{more} logged loss{'es are' if count > 1 else ' is'}"
+
+
+def _of_end(run: Run) -> Iterator[Alarm]:
+    if not math.isnan(run.goes_on_to):
+        last = run.series["loss"].steps[-1]
+        words = f"the loss stops at step {last:.0f}, and the log goes on to {run.goes_on_to:.0f}"
+        yield Alarm("loss-stops", f"{words}; look for a loss that is nan and logged as null, or no longer logged")
 
 
 def _of_loss(run: Run, loss: Series) -> Iterator[Alarm]:
@@ -306,7 +336,8 @@ def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:
         if key == f"{PREFIX}{name}_alarms" and max(series.values) > 0:
             first = next(step for step, count in zip(series.steps, series.values, strict=True) if count > 0)
             found.append((name.replace("_", " "), (round(min(max(series.values), 1e15)), first)))
-    return found
+    # The sum of the others, which say more.
+    return [its for its in found if its[0] != "all" or len(found) == 1]
 
 
 def all_positive(values: Sequence[float]) -> bool:

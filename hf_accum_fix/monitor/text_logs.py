@@ -1,10 +1,15 @@
-"""Rows of numbers in logs that are not JSON: tables with commas, and lines that trainers print."""
+"""Rows of numbers in logs, line by line: JSON, tables, what trainers print; and a trainer_state.json, row by row."""
 
 from __future__ import annotations
 
 import csv
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hf_accum_fix.monitor.columns import STEP_KEYS
 
 _NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN))"
 #: Colours of a terminal.
@@ -20,30 +25,134 @@ _BESIDE = {
     "memory_gib": re.compile(rf"\bmemory:\s*{_NUMBER}GiB"),
     "learning_rate": re.compile(rf"\bLR:\s*{_NUMBER}"),
 }
+#: What may stand between the cells of a table; most lines of a cell with line breaks.
+_DELIMITERS, _LINES_OF_A_CELL = ",;\t", 100
+#: The list in a trainer_state.json; letters read at once, and most letters of one of its rows.
+_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
+_CHUNK, _LONGEST_ROW = 1 << 20, 1 << 26
+
+Row = Mapping[str, Any]
 
 
-def rows_of_csv(text: str) -> list[dict[str, float]]:
-    """One row a line, without cells that are empty or no number; empty where a line could not be read."""
-    lines = text.split("\n")
-    whole = csv.DictReader(lines if text.endswith("\n") else lines[:-1])  # The last line may be half written.
-    rows: list[dict[str, float]] = []
-    while True:
+class Lines(Protocol):
+    """The rows of a log's lines, one after another."""
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """The rows that this line completes; an empty one where it could not be read."""
+
+
+class JsonLines:
+    """An object a line."""
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """Its object."""
+        if not line.strip():
+            return
         try:
-            line = next(whole, None)
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = {}
+        yield row if isinstance(row, dict) else {}
+
+
+class CsvLines:
+    """A table with a header; its cells are separated by commas, semicolons or tabs."""
+
+    def __init__(self) -> None:
+        self._header: list[str] = []
+        self._delimiter = ","
+        self._begun: list[str] = []
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """Its cells as numbers, None where one is empty or no number; nothing for the header."""
+        if not self._begun and not line.strip():
+            return
+        if not self._header:
+            # Quoted names may hold any of them.
+            bare = re.sub(r'"[^"]*"', "", line)
+            self._delimiter = max(_DELIMITERS, key=bare.count)
+        self._begun.append(line)
+        text = "\n".join(self._begun)
+        if text.count('"') % 2 and len(self._begun) < _LINES_OF_A_CELL:
+            return
+        self._begun = []
+        try:
+            cells = next(csv.reader(text.splitlines(True), delimiter=self._delimiter, skipinitialspace=True), [])
         except csv.Error:
-            rows.append({})
-            continue
-        if line is None:
-            return rows
-        rows.append(_numbers([pair for pair in line.items() if all(isinstance(its, str) for its in pair)]))
+            yield {}
+            return
+        if not self._header:
+            self._header = [cell.strip() for cell in cells]
+            return
+        row = dict(self._numbers([(key, cell.strip()) for key, cell in zip(self._header, cells, strict=False)]))
+        yield row if any(value is not None for value in row.values()) else {}
+
+    def _numbers(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, float | None]]:
+        """The cells as numbers; None where one is empty or no number, but for a step, which may have another name."""
+        for key, cell in pairs:
+            # Where semicolons separate, a comma is the decimal point.
+            decimal = self._delimiter == ";" and "." not in cell
+            number = _value(cell.replace(",", ".") if decimal else cell)
+            if number is not None or key not in STEP_KEYS:
+                yield key, number
 
 
-def rows_of_console(text: str) -> list[dict[str, float]]:
+class ConsoleLines:
     """A row for every line that the Trainer, torchtitan, timm, nanoGPT or Megatron prints of its training."""
-    return [row for line in _COLOUR.sub("", text).split("\n") for row in _rows_of_line(line)]
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """What it says of a loss, and beside it."""
+        if "oss" in line:  # Most lines of a console are none of a loss.
+            yield from _rows_of_line(_COLOUR.sub("", line))
 
 
-def _rows_of_line(line: str) -> Iterator[dict[str, float]]:
+def rows_of_state(path: Path, done: Callable[[int], None]) -> Iterator[Row]:
+    """The rows of a trainer_state.json, without holding all of it.
+
+    Args:
+        path: of the file.
+        done: is told how many letters have been read.
+
+    Raises:
+        ValueError: if there is no list of logs, or it ends within a row.
+    """
+    decoder = json.JSONDecoder()
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        text, place, letters, inside = "", 0, 0, False
+        while chunk := file.read(_CHUNK):
+            letters += len(chunk)
+            done(letters)
+            text, place = text[place:] + chunk, 0
+            if not inside:
+                found = _HISTORY.search(text)
+                if found is None:
+                    place = max(len(text) - 100, 0)
+                    continue
+                inside, place = True, found.end()
+            while (row := _row_at(decoder, text, place)) is not None:
+                values, place = row
+                if values is None:
+                    return
+                yield values
+            if len(text) - place > _LONGEST_ROW:
+                break
+    raise ValueError("its log_history ends within a row" if inside else "it has no list log_history")
+
+
+def _row_at(decoder: json.JSONDecoder, text: str, place: int) -> tuple[Row | None, int] | None:
+    """The row that begins there, and where it ends; no row at the end of the list; None where it is not whole yet."""
+    while place < len(text) and text[place] in " \t\r\n,":
+        place += 1
+    if text[place : place + 1] == "]":
+        return None, place
+    try:
+        row, end = decoder.raw_decode(text, place)
+    except ValueError:
+        return None
+    return (row if isinstance(row, dict) else {}), end
+
+
+def _rows_of_line(line: str) -> Iterator[Row]:
     for found in _TRAINER.findall(line):
         pairs = re.findall(rf"'([\w/]+)': '?{_NUMBER}'?", found)
         yield _numbers([(key, value) for key, value in pairs if key != "epoch"])

@@ -9,14 +9,19 @@ Reads logs; imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from hf_accum_fix.monitor.run_comparison import Comparison, compare
-from hf_accum_fix.monitor.run_logs import LogsError, Run
 from hf_accum_fix.monitor.run_summary import Summary, in_words, summarise
+from hf_accum_fix.monitor.series import LogsError, Run, printable
 
+#: Columns of a terminal; a row of a report: its indent and name, and its words.
+_COLUMNS = 80
+_ROW = re.compile(r"( +)(\S+(?: \S+)* {2,})?")
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
 #: Ratio of two losses that no other model or data make throughout.
@@ -47,7 +52,8 @@ def findings(its: Summary) -> list[str]:
     """What is wrong with a run; empty where nothing is."""
     found = [alarm.message for alarm in its.findings if not alarm.observation]
     return found + [
-        f"{name}: {count} alarms, the first by step {step:.0f}" for name, (count, step) in its.alarms.items()
+        f"{name}: {count} alarm{'s' * (count > 1)}, the first by step {step:.0f}"
+        for name, (count, step) in its.alarms.items()
     ]
 
 
@@ -70,32 +76,63 @@ def report(runs: Sequence[Run], against: str | None = None) -> str:
     return look(runs, against).words
 
 
-def look(runs: Sequence[Run], against: str | None = None, unread: Sequence[str] = ()) -> Report:
+def within(text: str, columns: int = _COLUMNS) -> str:
+    """The text in lines of at most so many letters; what does not fit stands below, further in."""
+    lines = []
+    for line in text.split("\n"):
+        row = _ROW.match(line)
+        words = len(row[0]) if row and row[2] else 0
+        indent = " " * (words if 0 < words < columns // 2 else 2 + len(row[1] if row else ""))
+        lines += textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
+
+
+def look(
+    runs: Sequence[Run],
+    against: str | None = None,
+    unread: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Report:
     """Each run in words, and compared with the reference run; and what is wrong with any, with which the words end.
 
     Args:
         runs: that were read.
         against: name of the reference run, in full or shortened; None: the run from which most others differ by no more
-            than noise, the first of them.
+            than noise, the first of them, as where there is no run of this name, which is undecided then.
         unread: what could not be read, in words.
+        progress: is told what is being done.
 
     Raises:
-        LogsError: if there is no such run.
+        LogsError: if no run can be judged.
     """
+    undecided = [f"could not read: {line}" for line in unread]
     names = short_names([run.name for run in runs])
-    summaries = [replace(summarise(run), run=name) for run, name in zip(runs, names, strict=True)]
-    reference = _most_agreed_with(summaries) if against is None else _named(against, names, runs)
+    summaries, judged = list[Summary](), list[Run]()
+    for number, (run, name) in enumerate(zip(runs, names, strict=True), start=1):
+        progress(f"judging run {number} of {len(runs)}")
+        try:
+            summaries.append(replace(summarise(run), run=name))
+            judged.append(run)
+        except (ArithmeticError, ValueError) as error:
+            undecided.append(f"could not judge: {name} ({type(error).__name__}: {error})")
+    if not judged:
+        raise LogsError("; ".join(undecided))
+    progress("comparing runs")
+    names = [its.run for its in summaries]
+    named = [place for place, run in enumerate(judged) if against in (names[place], run.name)]
+    if against is not None and not named:
+        wanted = f"got {printable(against)} to hold the others against; expected one of {', '.join(names)}"
+        undecided.append(f"could not compare: {wanted}")
+    reference, agree = (named[0], 0) if named else _most_agreed_with(summaries)
     compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
     found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
     found += [line for its in compared for line in findings_between(its)]
     observed = [f"{its.run}: {alarm.message}" for its in summaries for alarm in its.findings if alarm.observation]
-    undecided = [f"could not read: {line}" for line in unread]
     undecided += [f"could not compare: {_compared(its)}" for its in compared if math.isnan(its.worst)]
-    parts = [_described(its, run.name) for its, run in zip(summaries, runs, strict=True)]
-    if len(runs) > 2 and against is None:
-        parts.append(
-            f"{summaries[reference].run}: the others are compared with it, since most agree with it (--against)"
-        )
+    parts = [_described(its, run) for its, run in zip(summaries, judged, strict=True)]
+    if len(judged) > 2 and not named:
+        why = f"{agree} of them agree{'s' * (agree == 1)} with it" if agree else "the first of them: no two agree"
+        parts.append(f"{names[reference]}: the others are compared with it, {why} (--against)")
     parts += map(_compared, compared)
     parts += ["\n".join(["observed, which may be intended:", *(f"  {line}" for line in observed)])] if observed else []
     count = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing wrong was found"
@@ -122,8 +159,8 @@ def short_names(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _most_agreed_with(summaries: Sequence[Summary]) -> int:
-    """The place of the run that differs from the fewest others; the first of several."""
+def _most_agreed_with(summaries: Sequence[Summary]) -> tuple[int, int]:
+    """The place of the run that differs from the fewest others, the first of several; and how many agree with it."""
     agreed = [0] * len(summaries)
     if len(summaries) > 2:
         for (place, one), (other_place, other) in combinations(enumerate(summaries), 2):
@@ -131,18 +168,11 @@ def _most_agreed_with(summaries: Sequence[Summary]) -> int:
             if not (found.differ or math.isnan(found.worst)):
                 agreed[place] += 1
                 agreed[other_place] += 1
-    return agreed.index(max(agreed))
+    return agreed.index(max(agreed)), max(agreed)
 
 
-def _named(wanted: str, names: Sequence[str], runs: Sequence[Run]) -> int:
-    for place, (name, run) in enumerate(zip(names, runs, strict=True)):
-        if wanted in (name, run.name):
-            return place
-    raise LogsError(f"got {wanted} to hold the others against; expected one of {', '.join(names)}")
-
-
-def _described(its: Summary, full_name: str) -> str:
-    loss = its.loss
+def _described(its: Summary, run: Run) -> str:
+    loss, full_name = its.loss, run.name
     rows = [("loss", "none left")]
     if len(loss):
         error = "" if math.isnan(its.last_error) else f" +- {its.last_error:.2g}"
@@ -153,14 +183,22 @@ def _described(its: Summary, full_name: str) -> str:
         rows.append(("noise", f"{its.noise:.1%} of the loss from log to log"))
     if its.gradients is not None:
         got_norms = its.gradients
-        words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {len(got_norms.spikes)} spikes"
+        spikes = f"{len(got_norms.spikes)} spike{'s' * (len(got_norms.spikes) != 1)}"
+        words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {spikes}"
         where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
     rows += [("left out", its.left_out)] if its.left_out else []
+    rows += (
+        [("shortened", f"means of {run.logs_a_point} logs each, and the noise is theirs")]
+        if run.logs_a_point > 1
+        else []
+    )
     alarms = "; ".join(f"{name}: {count}, first by step {step:.0f}" for name, (count, step) in its.alarms.items())
     rows += [*its.extras, ("alarms", alarms or "none logged")]
     width = max(len(name) for name, _ in rows)
-    head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
+    head = f"{its.run}: {len(loss)} logged loss{'es' * (len(loss) != 1)}" + (
+        f" ({full_name})" if full_name != its.run else ""
+    )
     return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
 
 

@@ -19,6 +19,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,10 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
     session = session_of(trainer, options)
     window = session.window
     # The inner call of a class that is also patched passes through, as does a step that is only observed.
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    if session.state.aside:
+        placeholder = isinstance(inputs, PlaceholderBatch)
+        return torch.zeros((), device=session.device) if placeholder else wrapped(*args, **kwargs)
     if session.base_loss is not None or (window is None and not (enabled() and trainer.is_in_train)):
         return wrapped(*args, **kwargs)
     if window is None:
@@ -76,7 +81,6 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
         )
     if session.state.opened == 1 and not window.done:
         session.warn_off(require_in_loop(trainer))
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     if isinstance(inputs, PlaceholderBatch):
         return torch.zeros((), device=session.device)
     micro_batch = MicroBatch(session, window, inputs)
@@ -96,7 +100,7 @@ def compute_loss(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kw
         return _base_loss(session, *args, **kwargs)
     result = wrapped(*args, **kwargs)
     loss = result[0] if isinstance(result, tuple) else result
-    if session.window is not None and isinstance(loss, Tensor) and loss.requires_grad:
+    if session.window is not None and not session.state.troubled and isinstance(loss, Tensor) and loss.requires_grad:
         session.not_exact("second loss", "computes a loss with gradient outside Trainer.training_step, unweighted")
     return result
 
@@ -189,11 +193,22 @@ class MicroBatch:
                 result = self._compute_loss(model, inputs, *args, **kwargs)
             if self._looks and self.window.gradients != gradient_versions(self._model):
                 session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
-            if session.own_step is None:
-                # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
-                # on the model's output that divide once more.
-                self._weigh(result[0] if isinstance(result, tuple) else result)
-        return result
+            if session.own_step is not None:
+                return result
+            # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
+            # on the model's output that divide once more.
+            weighed = partial(self._weigh, result[0] if isinstance(result, tuple) else result)
+            if session.contained("weighting the loss of a micro-batch", weighed, False):
+                return result
+        return self._as_stock(model, *args, **kwargs)
+
+    def _as_stock(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The loss as the stock Trainer computes it, once more, since ours could not be weighted."""
+        if "num_items_in_batch" in kwargs:
+            kwargs["num_items_in_batch"] = self.window.stock_number
+        self.weighed = None
+        with overridden(self, "_inside", True), overridden(self.session, "base_loss", None):
+            return self._compute_loss(model, dict(self.inputs), *args, **kwargs)
 
     def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
         """The base's loss: unchanged if its graph is read later, else scaled by its rule.
@@ -218,14 +233,14 @@ class MicroBatch:
         if contract.keeps_scale and passed is not None and session.takes_number and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
-        if loss.requires_grad or contract.items is None:
+        if loss.requires_grad or contract.items is None or not torch.is_grad_enabled():
             return loss, outputs
         # A constant without a graph: with a dummy target every parameter gets a zero gradient.
         self.zero_weight = True
         return session.unscaled_loss(model, contract.items.with_target(inputs), passed)
 
-    def _weigh(self, loss: Tensor) -> None:
-        """Weight a loss of this micro-batch."""
+    def _weigh(self, loss: Tensor) -> bool:
+        """Weight a loss of this micro-batch; True: that is done."""
         session, window, contract, steps = self.session, self.window, self.part.contract, len(self.window.batches)
         self._node = loss.grad_fn
         if contract.terms or contract.keeps_scale:
@@ -240,6 +255,7 @@ class MicroBatch:
             loss = loss * 0.0 if self.zero_weight and contract.custom else loss
             self.weighed = window.average(loss, steps if divided else 1)
         self.losses += 1
+        return True
 
     def _as_the_first(self, loss: Tensor) -> Tensor:
         """An unobserved loss, weighted by its divisor relative to the first micro-batch's.
@@ -278,7 +294,7 @@ class MicroBatch:
             return self._backward(loss, **kwargs)
         with self._refusing():
             if self.session.own_step is not None:
-                self._weigh(loss)
+                self.session.contained("weighting the loss of a micro-batch", partial(self._weigh, loss), False)
             if self.weighed is not None:
                 loss = self._scaled(self.weighed, loss)
                 # The engine may divide by another number than in other micro-batches.
@@ -297,7 +313,7 @@ class MicroBatch:
             for each in (factor for term in own for factor in term.factors):
                 factor = factor / float(each.value) if each.divides else factor * float(each.value)
         if is_news:
-            self._announce(factor * steps)
+            self.session.contained("reporting a loss", partial(self._announce, factor * steps), None)
         # Some terms may keep the stock Trainer's scale, and its engine's division.
         stock = factor / self.part.engine_divisor
         loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)

@@ -21,7 +21,7 @@ from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
-from hf_accum_fix.accumulation.reading import LossRun
+from hf_accum_fix.accumulation.reading import LossRun, is_of_forward
 from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.host import Host
@@ -30,7 +30,7 @@ from hf_accum_fix.data.balancing import unfit
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.errors import AccumFixError, ContractError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, ContractError, StandAsideError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import live
 from hf_accum_fix.router.load_balancing import LENDER
@@ -157,12 +157,43 @@ class Session(Host):
         """Let a nested call of the same override pass through."""
         return overridden(self, "busy", self.busy | {what})
 
-    def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
-        """Count the window that is about to run, or raise the ``error`` of fetching it."""
+    def stand_aside(self) -> None:
+        """Let the training go on as stock's, since looking at its loss failed on a rank."""
+        state = self.state
+        state.aside = True
+        words = "looking at its loss failed on another rank"
+        # Once, whatever this rank has said of it already.
+        if "inexact" not in self.warned:
+            self.warn_once("trouble", f"{self.where}: {words}. The training goes on as the stock Trainer's, not exact")
+        contract, name = LossContract(Reduction.PLAIN, reason=words), type(self.trainer).__name__
+        if not state.recorded:
+            self.contained("reporting a loss", lambda: self.record(contract, self.steps, trainer=name), None)
+        state.amend(exact=False)
+
+    def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window | None:
+        """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
+        window: Window | None = None
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
         self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
-        self.window = window = open_window(self, batches, number, error)
+        if not self.state.aside:
+            try:
+                self.window = window = open_window(self, batches, number, error)
+            except StandAsideError:
+                self.stand_aside()
+            except Exception as caught:
+                if caught is error or isinstance(caught, AccumFixError) or is_of_forward(caught):
+                    raise
+                # A fault in our code is the same on every rank.
+                self.note_trouble("looking at a window", caught)
+                self.stand_aside()
+        if self.state.aside:
+            self.state.note_inexact()
+            self.window = None
+            if error is not None:
+                raise error
+            return None
+        assert window is not None
         if len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",

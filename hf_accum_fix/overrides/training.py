@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -18,7 +19,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import averages_tokens, is_custom, parallel_size
+from hf_accum_fix.overrides.live import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
 from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
@@ -59,7 +60,7 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
         session.window = None
         session.gradient.drop()
     state = session.state
-    session.read()
+    session.contained("reading what windows have shown", session.read, None)
     state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
     log_padding_saved(trainer)
     return result
@@ -112,7 +113,9 @@ def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwarg
             session.uncounted.append(upstream_number)
             return fetched, upstream_number
         window = session.open(fetched, upstream_number, error)
-    return fetched, _number_of(trainer, window, upstream_number)
+    if window is not None and counts_itself(trainer):
+        _stand_aside_for(session, window, upstream_number)
+    return fetched, _number_of(session, None if session.window is None else window, upstream_number)
 
 
 def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: Any) -> Any:
@@ -122,12 +125,35 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
     if not upstream_numbers:
         return fetched, number
     window = session.open(fetched, upstream_numbers[-1])
-    # A custom number stays.
-    return fetched, _number_of(session.trainer, window, number) if number is upstream_numbers[-1] else number
+    if window is not None and number is not upstream_numbers[-1]:
+        if session.world_size == 1:
+            # Other ranks may not know.
+            _stand_aside_for(session, window, number)
+        # A custom number stays.
+        return fetched, number
+    return fetched, _number_of(session, window, number)
 
 
-def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
+def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
+    """Train as stock where a trainer counts the items that its model divides by in its own way."""
+    counts, contract = window.counts, window.counts.parts[0].contract
+    if number is None or contract.custom or not session.takes_number or not session.on_cpu:
+        return
+    of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
+    if abs(of_all - total) > 1e-6 * total:
+        words = f"counts {of_all:g} items of a window that has {total:g}, by which its model divides in stock"
+        session.not_exact("own number", words)
+        session.state.aside, session.window = True, None
+
+
+def _number_of(session: Session, window: Window | None, upstream_number: Any) -> Any:
     """num_items_in_batch for a ``compute_loss``."""
+    trainer = session.trainer
+    if window is None:
+        return stock_number(session, upstream_number)
+    window.stock_number = (
+        upstream_number if window.counts.number is None or not averages_tokens(trainer) else window.counts.number.long()
+    )
     counts, part = window.counts, window.counts.parts[0]
     contract, number = part.contract, counts.number
     if number is None:
@@ -149,6 +175,16 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     return counts.total.long() if multiplies else counts.total / part.world_size
 
 
+def stock_number(session: Session, upstream_number: Any) -> Any:
+    """num_items_in_batch as the stock Trainer counts it, of all ranks where it does so: then a collective."""
+    averages = averages_tokens(session.trainer) and session.world_size > 1
+    if upstream_number is None or not averages:
+        return upstream_number
+    number = torch.as_tensor(upstream_number, device=session.device)
+    gathered: Tensor = session.trainer.accelerator.gather(number)  # type: ignore[attr-defined]
+    return gathered.sum()
+
+
 # --- a step: what comes from outside of a micro-batch ----------------------------------------------------------------
 
 
@@ -159,7 +195,7 @@ def _step(session: Session, step: Original, *args: Any, **kwargs: Any) -> Any:
 
 def _backward(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """``accelerator.backward``, which warns of gradients from outside of a micro-batch."""
-    if session.base_loss is None and session.window is not None:
+    if session.base_loss is None and session.window is not None and not session.state.aside:
         if session.accelerator.sync_gradients:
             # The engine now reduces what is in .grad.
             session.gradient.finish()
@@ -182,7 +218,7 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
     """
     window = session.window
     # DeepSpeed and layerwise optimizers step inside a micro-batch.
-    if session.base_loss is not None:
+    if session.base_loss is not None or session.state.aside:
         return
     if session.refused is not None:
         raise session.refused
@@ -194,8 +230,10 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
         return
     if window is not None and (window.value is not None or not window.batches):
         _close_unfinished(session)
-    elif session.steps * session.world_size > 1 and any(
-        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    elif (
+        not session.state.troubled
+        and session.steps * session.world_size > 1
+        and any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
     ):
         raise SeamError(
             "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
@@ -228,7 +266,7 @@ def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any,
                 f"it is, although {_FILTER} is on",
             )
         # The loss was just read, so this does not wait.
-        session.read()
+        session.contained("reading what windows have shown", session.read, None)
         if state.inexact and session.is_split:
             logs[EXACT_WINDOWS] = state.opened - state.inexact
     return original(logs, *args, **kwargs)

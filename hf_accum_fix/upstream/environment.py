@@ -18,11 +18,13 @@ from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 
+from hf_accum_fix.upstream.code import still_in
 from hf_accum_fix.upstream.patchers import Patcher, known_patcher
 from hf_accum_fix.upstream.presence import missing_from_classes
 from hf_accum_fix.upstream.seams import (
     SEAMS,
     TESTED_BODIES,
+    TESTED_RELEASES,
     TRAINER_CLASS,
     TRAINER_MODULE,
     Attribute,
@@ -72,6 +74,7 @@ class Environment:
         stale_metadata: version in transformers' metadata if its code has another one; None: they agree.
         trainer_exists: whether the module transformers.trainer exists.
         missing: rows of `seams.ATTRIBUTES` that its classes lack; empty before that import.
+        read: known defects whose lines are in the code of a release newer than all tested; None: another release.
     """
 
     transformers: str | None
@@ -83,6 +86,7 @@ class Environment:
     stale_metadata: str | None = None
     trainer_exists: bool = True
     missing: tuple[Attribute, ...] = ()
+    read: frozenset[str] | None = None
 
 
 def detect() -> Environment:
@@ -102,6 +106,7 @@ def detect() -> Environment:
         stale_metadata=named if stale else None,
         trainer_exists=_exists(TRAINER_MODULE, package),
         missing=() if trainer is None else missing_from_classes(),
+        read=still_in(package.submodule_search_locations or ()) if package and is_newer(transformers) else None,
     )
 
 
@@ -111,6 +116,15 @@ def parsed(version: str | None) -> Version | None:
         return None if version is None else Version(version)
     except InvalidVersion:
         return None
+
+
+def is_newer(version: str | None) -> bool:
+    """Whether a release, or a build before one, may hold code newer than the newest tested release."""
+    release, newest = parsed(version), Version(TESTED_RELEASES[-1])
+    if release is None:
+        return False
+    base = Version(release.base_version)
+    return base > newest or (base == newest and release.is_prerelease)
 
 
 def imported_trainer() -> type | None:

@@ -66,7 +66,7 @@ def make_plan(environment: Environment, options: Options) -> Plan:
     """Decide on every defect; without seams (before transformers.trainer is imported) only versions count."""
     release = parsed(environment.transformers)
     refusal = _refusal(environment, release, options)
-    decisions = tuple(_decide(defect, release, refusal) for defect in DEFECTS)
+    decisions = tuple(_decide(defect, release, refusal, environment.read) for defect in DEFECTS)
     return Plan(decisions, refusal, _untested(environment, release))
 
 
@@ -108,12 +108,16 @@ def _what_to_do() -> str:
     return f"use a release our tests have run ({_TESTED}) or a newer hf-accum-fix"
 
 
-def _decide(defect: Defect, release: Version | None, refusal: AccumFixError | None) -> Decision:
+def _decide(
+    defect: Defect, release: Version | None, refusal: AccumFixError | None, read: frozenset[str] | None
+) -> Decision:
     here = release is None or defect.is_in(release)
     if release is not None and not here and _is_known(release):
         ended = defect.until is not None and Version(release.base_version) >= Version(defect.until)
         reason = f"gone since {defect.until}" if ended else f"first appears in {defect.since}"
         return Decision(defect, Action.NOT_AFFECTED, reason)
+    if here and read is not None and defect.name not in read:
+        return Decision(defect, Action.UNKNOWN, f"its lines of {TESTED_RELEASES[-1]} are not in the code of {release}")
     if refusal is not None:
         return Decision(defect, Action.REFUSE, str(refusal))
     if not here:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -13,6 +14,7 @@ from packaging.version import Version
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.upstream.defects import DEFECTS, Factor
+from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, dots, fit, relative
 from hf_accum_fix.verification.reference import WIDEST, Reference, Split
 
@@ -57,14 +59,14 @@ class _Facts:
     """Facts about a split and the trainer that ran it.
 
     Attributes:
-        split: of the global batch.
+        world_size: W.
         factors: values of the measurable factors, without those of 1.
         traits: words of `_CONDITIONS` that hold for the trainer, its model and its data.
         logged: the logged loss over the right one.
         precision: relative difference within which a factor is recognised.
     """
 
-    split: Split
+    world_size: int
     factors: Mapping[Factor, float]
     traits: frozenset[str]
     logged: float
@@ -164,7 +166,7 @@ def _of_router(main: float, router: float, facts: _Facts) -> Cause:
 def _symbols(factor: float, facts: _Facts) -> list[Factor]:
     """The factors with this value, first those of this release's defects."""
     found = [symbol for symbol, value in facts.factors.items() if abs(factor - value) <= facts.precision * abs(value)]
-    if facts.split.scene.world_size == 1:
+    if facts.world_size == 1:
         return found
     here = {each for defect in _PRESENT.values() for each in defect.factors}
     return sorted(found, key=lambda symbol: symbol not in here)
@@ -202,12 +204,21 @@ def _facts(split: Split, logged: float, precision: float) -> _Facts:
             factors[Factor.MORE_BY_IGNORED if ignored else Factor.MORE_BY_ROWS] = items / counted
         if 0 < shifted < items:
             factors[Factor.LESS_BY_ROWS] = items / shifted
+    traits = traits_of(trainer, contract.reduction, labels)
+    if steps == 1:
+        traits |= {"one-step"}
+    told = {factor: value for factor, value in factors.items() if value != 1.0}
+    return _Facts(world_size, told, traits, logged, precision)
+
+
+def traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[object]) -> frozenset[str]:
+    """The words of `_CONDITIONS` that hold for a trainer, its model, and the ``labels`` of its samples (or None)."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     head, bases = type(model), [base.__name__ for base in type(model).__mro__]
     problem = getattr(getattr(model, "config", None), "problem_type", None)
     reads_text = getattr(model, "main_input_name", "") == "input_ids"
     traits = {
-        contract.reduction.value: True,
+        reduction.value: True,
         "declares": bool(getattr(trainer, "model_accepts_loss_kwargs", False)),
         "own-loss": getattr(trainer, "compute_loss_func", None) is not None,
         "smoothing": trainer.label_smoother is not None,
@@ -218,11 +229,15 @@ def _facts(split: Split, logged: float, precision: float) -> _Facts:
         "other-classes": not reads_text and problem in ("regression", "multi_label_classification"),
         "llava": "Llava" in head.__name__,
         "peft": head.__name__.startswith("Peft"),
-        "one-step": steps == 1,
     }
-    told = {factor: value for factor, value in factors.items() if value != 1.0}
-    holding = frozenset(name for name, holds in traits.items() if holds)
-    return _Facts(split, told, holding, logged, precision)
+    return frozenset(name for name, holds in traits.items() if holds)
+
+
+def defects_with(factor: float, factors: Mapping[Factor, float], traits: frozenset[str]) -> tuple[str, ...]:
+    """The defects of the installed release that multiply the gradient of such a trainer on one rank by this factor."""
+    hidden = {"undivided-gradient-right-log", "gradient-divided-twice"} & _PRESENT.keys()
+    facts = _Facts(1, factors, traits | {"right-log"} if hidden else traits, math.nan, 1e-3)
+    return _defects(_symbols(factor, facts), facts)
 
 
 _HEAD: Final = "mean declares -own-loss -smoothing"

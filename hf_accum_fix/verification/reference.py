@@ -323,9 +323,13 @@ def _streamed(scene: Scene, own: int) -> Reference:
     try:
         noise = _difference(_summed(scene, pairs)[1], gradient)
         rounded = _is_rounding(scene, noise, rows[:2])
+        fits = True
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
+        fits = False
+    if not fits:
+        # Not inside the handler: there the error still holds the tensors of the forward that did not fit.
         take(scene.parameters)
         noise = _difference(_summed(scene, [[row] for row in rows[::-1]])[1], gradient)
         rounded = True

@@ -20,7 +20,8 @@ from torch.nn.parallel.distributed import _DDPSink
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_accum_fix.accumulation.loss_graph import ROWS, Term, read
+from hf_accum_fix.accumulation.loss_graph import Term, read
+from hf_accum_fix.accumulation.nodes import ROWS
 
 #: Six rows of four classes; two rows are no target.
 ROWS_, CLASSES = 6, 4
@@ -216,19 +217,25 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "the larger of two terms": (lambda x: torch.max(x.ce, x.mean), "Maximum?"),
     "the largest of a stack": (lambda x: torch.stack([x.ce, x.mean]).max(), "Max?"),
     "one of two terms": (lambda x: torch.where(torch.tensor(True), x.ce, x.mean), "Where?"),
-    "limited": (lambda x: x.ce.clamp(min=0.1), "Clamp?"),
-    "limited above": (lambda x: torch.clamp_max(x.ce, 9.0), "ClampMax?"),
-    "above a bound": (lambda x: F.relu(x.ce - 0.1), "Relu?"),
+    "limited": (lambda x: x.ce.clamp(min=0.1), "NllLoss /[4]"),
+    "limited above": (lambda x: torch.clamp_max(x.ce, 9.0), "NllLoss /[4]"),
+    "limited below": (lambda x: torch.clamp_min(x.ce, 0.1), "NllLoss /[4]"),
+    "at least a number": (lambda x: torch.maximum(x.ce, VALUES[0]), "NllLoss /[4]"),
+    "at most a number": (lambda x: torch.minimum(VALUES[0], x.ce), "NllLoss /[4]"),
+    "one of several": (lambda x: torch.stack([x.ce, x.mean])[-1], "Mean /[6]"),
+    "a limited tensor": (lambda x: x.logits.clamp(min=0.1).logsumexp((0, 1)), "Logsumexp?"),
+    "above a bound": (lambda x: F.relu(x.ce), "NllLoss /[4]"),
     "least": (lambda x: torch.minimum(x.ce, x.mean), "Minimum?"),
     "the largest row": (lambda x: x.each.max(), "Max?"),
     "logsumexp": (lambda x: x.each.logsumexp(0), "Logsumexp?"),
     "norm": (lambda x: x.logits.norm(), "LinalgVectorNorm?"),
     "variance of rows": (lambda x: x.each.var(), "Var?"),
-    "interpolated": (lambda x: torch.lerp(x.ce, x.mean, 0.25), "Lerp?"),
+    "interpolated": (lambda x: torch.lerp(x.ce, x.mean, 0.25), "NllLoss *0.75 /[4] + Mean *0.25 /[6]"),
+    "with a product": (lambda x: torch.addcmul(x.ce, VALUES[-1], x.mean), "NllLoss /[4] + Mean *1 *1 /[6]"),
     "a function of one's own": (lambda x: named("OneOfOnesOwn", x.ce), "OneOfOnesOwn?"),
     "checkpoint, re-entrant": (lambda x: checkpointed(x, use_reentrant=True), "CheckpointFunction?"),
     "checkpoint": (lambda x: checkpointed(x, use_reentrant=False), "NllLoss /[4]"),
-    "more terms than are read": (lambda x: sum(x.mean for _ in range(513)), "too many terms?"),  # type: ignore[arg-type, return-value]
+    "more terms than are read": (lambda x: sum(x.mean for _ in range(4097)), "too many terms?"),  # type: ignore[arg-type, return-value]
     # What changes nothing.
     "in float32": (lambda x: x.ce.float(), "NllLoss /[4]"),
     "clone": (lambda x: x.ce.clone(), "NllLoss /[4]"),
@@ -279,6 +286,26 @@ STACKED: dict[str, tuple[Loss, str, str]] = {
         lambda x: torch.stack([x.ce, x.mean.detach(), x.mean]).sum(),
         "Sum#2",
         "NllLoss /[4] + Mean /[6]",
+    ),
+    "weighted": (
+        lambda x: (torch.stack([x.ce, x.mean]) * WEIGHTS[1:3]).sum(),
+        "Sum#2",
+        "NllLoss *1 /[4] + Mean *2 /[6]",
+    ),
+    "a dot product": (
+        lambda x: torch.stack([x.ce, x.mean]) @ WEIGHTS[1:3],
+        "Dot#2",
+        "NllLoss *1 /[4] + Mean *2 /[6]",
+    ),
+    "einsum": (
+        lambda x: torch.einsum("i,i->", WEIGHTS[1:3], torch.stack([x.ce, x.mean])),
+        "Bmm#2",
+        "NllLoss *1 /[4] + Mean *2 /[6]",
+    ),
+    "by learnt numbers, and their sum": (
+        lambda x: (torch.exp(-x.pair) * torch.stack([x.ce, x.mean]) + x.pair).sum(),
+        "Sum#3",
+        "NllLoss *0.6065~ /[4] + Mean *0.1353~ /[6] + AccumulateGrad?",
     ),
     "samples": (
         lambda x: torch.stack([F.mse_loss(x.one[at], VALUES[at]) for at in range(3)]).mean(),

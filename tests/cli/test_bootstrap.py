@@ -315,7 +315,7 @@ THEIRS = f"{__name__}.theirs"
 def test_it_is_on_with_the_options_that_travelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, environment_for(Options(allow_foreign=(THEIRS,)), {})[VARIABLE])
     monkeypatch.setattr(Trainer, "compute_loss", theirs)
-    assert f"{hf_accum_fix.__version__} is on: transformers " in apply_inherited()
+    assert f"{hf_accum_fix.__version__} is on and fits transformers " in apply_inherited()
     handle = hf_accum_fix.active_handle()
     assert handle is not None and handle.active and handle.options.allow_foreign == (THEIRS,)
     hf_accum_fix.revert()
@@ -334,8 +334,14 @@ def test_switched_off_it_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
     assert apply_inherited() == f"{hf_accum_fix.__version__} is off: HF_ACCUM_FIX=0"
 
 
+def test_quiet_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ACCUM_FIX_QUIET", "1")
+    assert apply_inherited() == ""
+    hf_accum_fix.revert()
+
+
 def test_an_untested_release_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_accum_fix.upstream.plan.TESTED_RELEASES", ("4.41.0",))
     line = apply_inherited()
     hf_accum_fix.revert()
-    assert ", UNTESTED: our tests have run" in line
+    assert " is on and fits transformers " in line and "but our tests have run" in line

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, environment_for, inherited_options
-from hf_accum_fix.cli.run import defeating_flag
+from hf_accum_fix.cli.run import cleaning_words, defeating_flag
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from tests.cli.processes import ROOT, RUN, environment, start
@@ -133,6 +133,36 @@ def test_switched_off_the_command_runs_as_it_is() -> None:
 )
 def test_the_flags_that_defeat_it_are_found(command: str, flag: str | None) -> None:
     assert defeating_flag(command.split()) == flag
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("env -i python train.py", "env -i"),
+        ("env - A=1 python train.py", "env -"),
+        ("env -iv python train.py", "env -iv"),
+        ("/usr/bin/env --ignore-environment torchrun train.py", "env --ignore-environment"),
+        ("nice -n 10 env -i python train.py", "env -i"),
+        ("env -u PYTHONPATH python train.py", "env -u PYTHONPATH"),
+        ("env --unset=PYTHONPATH python train.py", "env --unset=PYTHONPATH"),
+        ("env PYTHONPATH=src python train.py", "env PYTHONPATH=src"),
+        ("sudo python train.py", "sudo without -E"),
+        ("env A=-i python train.py -i", None),
+        ("env -u i python train.py", None),
+        ("sudo --preserve-env=PYTHONPATH python train.py", None),
+        ("python train.py env -i", None),
+        ("echo env -i", None),
+    ],
+)
+def test_a_command_that_cleans_its_environment_is_found(command: str, words: str | None) -> None:
+    found = cleaning_words(command.split())
+    assert (None if found is None else found[1]) == words
+
+
+def test_a_cleaned_environment_is_refused_with_what_to_do() -> None:
+    done = run("env", "-i", "A=1", sys.executable, "-c", "print('trained')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"env -i A=1 hf-accum-fix run {sys.executable}" in done.stderr
 
 
 def test_such_a_python_is_not_started() -> None:

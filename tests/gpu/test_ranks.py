@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from tests.backends import trajectory
 from tests.backends.rows import BACKENDS
 from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
 from tests.ranks import on_ranks
@@ -33,7 +35,18 @@ def rows_of(device: str, cases: Sequence[str]) -> list[dict[str, Any]]:
         torch.cuda.set_device(0)
         device = "cuda:0"
     dist.init_process_group("nccl" if device != "cpu" and ranks == 1 else "gloo")
+    if device != "cpu" and ranks > 1:
+        trajectory.whole_tensor = whole_tensor
     return [row(case, device, ranks) for case in cases]
+
+
+def whole_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """By way of the CPU: what `DTensor.full_tensor` runs is no collective that gloo has for a GPU."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, parameter.to_local().detach().cpu())
+    return torch.cat(shards)
 
 
 def row(case: str, device: str, ranks: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from hf_accum_fix.cli import main
 from hf_accum_fix.cli import watch as command
 from hf_accum_fix.monitor import follow as watching
 from hf_accum_fix.monitor.follow import follow
-from hf_accum_fix.monitor.run_logs import LogsError, Run, read_runs
+from hf_accum_fix.monitor.run_logs import Logs, LogsError, Run, read_runs
 from hf_accum_fix.monitor.watch import report
 
 
@@ -43,7 +42,7 @@ def test_an_interrupt_ends_with_the_findings_so_far(
     while_it: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C in the midst of a file, as between two readings: no traceback, and the exit code of the last reading."""
-    log, times = tmp_path / "log.jsonl", 0
+    log, times, read_all = tmp_path / "log.jsonl", 0, Logs.read_all
 
     def interrupted(*args: object) -> list[Run]:
         raise KeyboardInterrupt
@@ -51,14 +50,14 @@ def test_an_interrupt_ends_with_the_findings_so_far(
     def sleep(seconds: float) -> None:
         nonlocal times
         times += 1
-        monkeypatch.setattr(watching, "read_runs", interrupted)
+        monkeypatch.setattr(Logs, "read_all", interrupted)
         if while_it == "waits":
             raise KeyboardInterrupt
 
     def watch(loss: str) -> int:
         nonlocal times
         times = 0
-        monkeypatch.setattr(watching, "read_runs", read_runs)
+        monkeypatch.setattr(Logs, "read_all", read_all)
         monkeypatch.setattr(watching, "follow", partial(follow, sleep=sleep))
         log.write_text(f'{{"step": 1, "loss": 1.5}}\n{{"step": 2, "loss": {loss}}}\n' if loss else "")
         code = main(["watch", str(tmp_path), "--follow", "0.1"])
@@ -77,7 +76,7 @@ def test_an_interrupt_before_the_first_reading_could_tell_nothing(
     def interrupted(*args: object) -> list[Run]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watching, "read_runs", interrupted)
+    monkeypatch.setattr(Logs, "read_all", interrupted)
     with pytest.raises(LogsError, match="before the logs were read"):
         follow([tmp_path])
 
@@ -93,11 +92,9 @@ def test_an_interrupt_of_a_command_is_one_line(
     assert capsys.readouterr().err == "hf-accum-fix watch: interrupted\n"
 
 
-def test_seconds_are_checked(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    with pytest.raises(LogsError, match="expected seconds above zero"):
-        command.execute(parser.parse_args([str(tmp_path), "--follow", "0"]))
+def test_seconds_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path), "--follow", "0"]) == 3
+    assert "expected seconds above zero" in capsys.readouterr().err
 
 
 def test_learning_rate_memory_and_ranks_are_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy
@@ -195,3 +196,16 @@ def test_an_observation_is_logged_and_neither_counted_nor_an_end(caplog: pytest.
         alarms.say(Alarm("loss-jumped", "the loss has jumped", observation=True), 7)
     assert [its.message for its in caplog.records] == ["observed, no alarm: loss-jumped: step 7: the loss has jumped"]
     assert alarms.count == 0 and not alarms.stop
+
+
+@pytest.mark.parametrize(("period", "by"), [(3, 96), (8, 96), (16, 96), (19, 384), (40, 384), (60, 384), (100, None)])
+def test_the_periods_that_are_found_are_those_the_readme_names(period: int, by: int | None) -> None:
+    for seed in range(5):
+        draw = random.Random(40_000_000 + seed + 100 * period)
+        swings, phase, found = LossOscillation(), draw.uniform(0, 2 * math.pi), None
+        for log in range(1, 800):
+            clean = (0.5 + 2 * math.exp(-log / 200)) * (1 + 0.15 * math.sin(2 * math.pi * log / period + phase))
+            if swings.add(clean * math.exp(0.03 * draw.gauss(0, 1)), 1e-3) is not None:
+                found = log
+                break
+        assert found == by

@@ -56,6 +56,26 @@ def test_the_noise_scale_is_logged_where_it_is_asked_for() -> None:
     assert found["step_gain"] == pytest.approx(40 / (40 + found["noise_scale_items"]))
 
 
+@pytest.mark.parametrize(("sizes", "messages"), [([40], 1), ([40, 0], 1), ([30, 10], 0)])
+def test_a_noise_scale_of_one_micro_batch_is_one_message(
+    sizes: list[int], messages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, draw = Quadratic(), torch.Generator().manual_seed(0)
+    monitor = Monitor(model, noise_scale_every=2)
+    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
+        for place in range(40):
+            model.zero_grad()
+            for points in micro_batches(draw, sizes):
+                if len(points):
+                    (model(points) * len(points) / 40).backward()
+                monitor.micro_batch(1.0, len(points))
+            monitor.step(1.0, 0)
+            if place % 10 == 9:
+                assert ("noise_scale_items" in monitor.log()) == (not messages)
+    assert sum("got one micro-batch in each of" in line for line in caplog.messages) == messages
+    assert monitor.alarms.count == 0
+
+
 def test_the_gradient_s_norm_is_taken_where_none_is_given() -> None:
     model, optimizer = network()
     monitor = Monitor(model, optimizer)
@@ -179,3 +199,14 @@ def test_a_callback_stops_the_trainer(tmp_path: Path) -> None:
     its.add_callback(MonitorsCallback(its, on_alarm="stop"))
     its.train()
     assert its.state.global_step < 6
+
+
+def test_a_counter_has_the_name_of_its_alarms() -> None:
+    from hf_accum_fix.monitor.alarms import Alarms
+
+    alarms = Alarms()
+    for kind in ("rank-loss-1", "rank-loss-not-finite-0, 1", "loss-diverges", "trainer-loss-scaled", "rank-loss-0"):
+        alarms.say(Alarm(kind, "x"))
+    alarms.say(Alarm("loss-jumped", "x", observation=True))
+    expected = {"rank_loss_alarms": 3, "loss_diverges_alarms": 1, "trainer_loss_scaled_alarms": 1}
+    assert alarms.counters("rank_loss") == expected and Alarms().counters("memory") == {"memory_alarms": 0}

@@ -310,6 +310,8 @@ def test_the_mean_over_the_items_is_the_truth_of_a_classifier(
     said = ours(caplog)
     if row["loss"] > 2 * row["hf_accum_fix/loss"]:
         assert any("trainer-loss-scaled" in line and "4 times" in line for line in said)
+        counters = {key: value for key, value in row.items() if key.endswith("_alarms")}
+        assert counters == {"hf_accum_fix/rank_loss_alarms": 0, "hf_accum_fix/trainer_loss_scaled_alarms": 1}
     else:
         assert not said
 

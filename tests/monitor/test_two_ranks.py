@@ -550,7 +550,7 @@ def test_the_trainer_logs_every_monitor_beside_its_loss(found: dict[str, Any]) -
         "clipped_steps_share", "gradient_norm_alarms", "rank_gradient_norm_jitter", "rank_gradient_worst_rank",
         "rank_gradient_worst_in_standard_errors", "rank_gradient_alarms", "replicas_alarms", "batch_norm_alarms",
         "memory_mib", "memory_reserved_mib", "memory_peak_mib", "memory_alarms", "slowest_rank", "slowest_rank_lag_s",
-        "pace_alarms", "shared_samples_alarms", "items_per_step", "ranks",
+        "rank_lags_alarms", "ranks_share_samples_alarms", "items_per_step", "ranks",
     }  # fmt: skip
     for row in rows[1:]:
         assert {f"hf_accum_fix/{name}" for name in names} <= row.keys()

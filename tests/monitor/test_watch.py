@@ -76,7 +76,7 @@ def test_spikes_broken_losses_and_sentinels_are_told() -> None:
     run = a_run("x", losses)
     run = Run("x", {**run.series, "grad_norm": Series(run.series["loss"].steps, tuple(norms.tolist()))})
     text = report([run])
-    assert text.count("1 logged losses are not finite, the first at step 80") == 1 and "1 spikes (steps 120)" in text
+    assert text.count("1 logged loss is not finite, the first at step 80") == 1 and "1 spike (steps 120)" in text
     mixed = [value for loss in curve(draw, 20) for value in (loss, -1.0)]
     its = summarise(a_run("y", mixed))
     assert len(its.loss) == 20 and its.last > 0.4

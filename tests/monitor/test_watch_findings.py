@@ -195,7 +195,7 @@ def test_a_whole_factor_between_runs_is_a_finding(
         ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main(["watch", str(tmp_path), "--no-picture"]) == code
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert ("gradient norm is off by the same" in printed) == bool(code)
     assert ("finding" in printed) == bool(code)
 

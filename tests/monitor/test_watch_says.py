@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy
 import pytest
 
 from hf_accum_fix.cli import main
+from hf_accum_fix.monitor.progress import Progress
 from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
 from hf_accum_fix.monitor.run_summary import summarise
-from hf_accum_fix.monitor.watch import findings, look
+from hf_accum_fix.monitor.watch import findings, look, within
 
 
 def written(folder: Path, losses: list[float], **columns: list[float]) -> Path:
@@ -132,7 +134,7 @@ def test_a_broken_run_of_a_sweep_is_named_and_the_others_compared(
     assert main(["watch", str(tmp_path), "--no-picture"]) == 3
     printed = capsys.readouterr().out
     assert "c/log.jsonl against a/log.jsonl: no more than noise" in printed
-    assert "could not read" in printed and str(tmp_path / "b" / "log.jsonl") in printed
+    assert "could not read" in printed and str(tmp_path / "b" / "log.jsonl") in "".join(printed.split())
     with pytest.raises(LogsError, match=r"log\.jsonl"):
         read_runs(tmp_path)
 
@@ -231,3 +233,161 @@ def test_settings_are_read_from_beside_a_log(tmp_path: Path) -> None:
         (tmp_path / name / "training_args.yaml").write_text(f"gradient_accumulation_steps: {steps}\nseed: 1\n")
     found = look(read_runs(tmp_path))
     assert len(found.findings) == 1 and "their accumulation steps, 8 and 1, are 8 times apart" in found.findings[0]
+
+
+# ---- one bad file hides nothing --------------------------------------------------------------------------------------
+
+
+def test_a_finding_is_told_beside_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = written(tmp_path / "bad", [*falling(20), math.nan]) / "log.jsonl"
+    (tmp_path / "garbage.csv").write_text("hello, world\n\x00, \x01\n")
+    (tmp_path / "config.json").write_text("{")
+    others = (tmp_path / "garbage.csv", tmp_path / "nowhere", tmp_path / "config.json")
+    for logs in ((bad, *others), (*others, bad)):
+        assert main(["watch", *map(str, logs), "--no-picture"]) == 1
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "1 logged loss is not finite" in printed and printed.count("could not read: ") == 3
+    good = written(tmp_path / "good", falling(20))
+    assert main(["watch", *map(str, (good, others[0])), "--no-picture"]) == 3
+    assert main(["watch", *map(str, others), "--no-picture"]) == 3
+    assert "nowhere does not exist" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_events_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for name in "ab":
+        with SummaryWriter(str(tmp_path / name)) as writer:
+            for step in range(1, 4):
+                writer.add_scalar("train/loss", 1.0 / step, step)
+    (tmp_path / "a" / "events.out.tfevents.9").mkdir()
+    unread: list[str] = []
+    assert len(read_runs(tmp_path, unread)) == 1 and "no regular file" in unread[0]
+
+
+@pytest.mark.parametrize(("last", "code"), [(math.nan, 1), (0.5, 3)])
+def test_a_picture_that_cannot_be_written_hides_no_finding(
+    last: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, [*falling(20), last])
+    assert main(["watch", str(folder), "--output", str(tmp_path / "nowhere" / "x.png")]) == code
+    assert "no picture:" in capsys.readouterr().err
+
+
+HUGE = {
+    "losses": {"loss": [1e308 * (1 + k / 100) for k in range(40)]},
+    "the last losses": {"loss": [*falling(30), *[10.0 ** (30 * k) for k in range(1, 11)]]},
+    "norms": {"loss": falling(40), "grad_norm": [1e308] * 40},
+    "rates": {"loss": falling(40), "learning_rate": [1e308] * 40},
+    "an accuracy": {"loss": falling(40), "eval_accuracy": [1e308] * 40},
+    "memory": {"loss": falling(40), "memory_gib": [1e300 * k for k in range(40)]},
+    "a guess": {"loss": falling(40), "hf_accum_fix/loss_of_a_guess": [1e308] * 40},
+    "tiny losses": {"loss": [1e-310 * (k + 1) for k in range(40)]},
+    "losses of both signs": {"loss": [(-1) ** k * 1e308 for k in range(40)]},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_numbers_near_overflow_are_told_in_words(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    its = HUGE[name]
+    written(tmp_path / "huge", its["loss"], **{key: values for key, values in its.items() if key != "loss"})
+    written(tmp_path / "usual", falling(40))
+    code = main(["watch", str(tmp_path), "--output", str(tmp_path / "x.png")])
+    said = capsys.readouterr()
+    printed = " ".join(said.out.split())
+    assert "Traceback" not in said.err and "Error" not in said.out + said.err
+    if "losses" in name and name != "tiny losses":
+        assert code == 1 and "beyond 1e+60, on the way to overflow" in printed
+
+
+def test_a_run_that_cannot_be_judged_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_accum_fix.monitor import watch
+
+    def failing(run: Run) -> object:
+        if run.name == "odd":
+            raise OverflowError("too large")
+        return summarise(run)
+
+    monkeypatch.setattr(watch, "summarise", failing)
+    odd = Run("odd", a_run(falling(20)).series)
+    found = look([odd, a_run([*falling(20), math.nan])])
+    assert found.exit_code == 1 and "could not judge: odd (OverflowError: too large)" in found.words
+    with pytest.raises(LogsError, match="could not judge"):
+        look([odd])
+
+
+# ---- how it is said --------------------------------------------------------------------------------------------------
+
+
+def test_three_runs_that_all_differ_are_compared_with_the_first() -> None:
+    runs = [Run(f"r{k}", a_run([(1 + k) ** 2 * its for its in falling(60, seed=k)]).series) for k in range(3)]
+    words = look(runs).words
+    assert "r0: the others are compared with it, the first of them: no two agree (--against)" in words
+    words = look([*runs, Run("r3", a_run(falling(60, seed=9)).series)]).words
+    assert "r0: the others are compared with it, 1 of them agrees with it (--against)" in words
+
+
+@pytest.mark.parametrize("folder", ["a", "b" * 120, "c d " * 30])
+def test_no_line_has_more_than_80_columns(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / folder.strip()
+    for name, (run, _) in (FOUND | OBSERVED).items():
+        columns = {key: list(its.values) for key, its in run.series.items()}
+        written(place / name, **{"losses": columns.pop("loss"), **columns})
+    (place / "bad").mkdir()
+    (place / "bad" / "x.csv").write_text("hello, world\n\x00, \x01\n")
+    code = main(["watch", str(place), "--output", str(place / "nowhere" / "x.png")])
+    said = capsys.readouterr()
+    assert code == 1 and max(map(len, (said.out + said.err).splitlines())) <= 80
+    assert "  loss " in said.out and "\n    " in said.out
+    assert main(["watch", str(place / "nowhere"), "--against", "x" * 200]) == 3
+    assert max(map(len, capsys.readouterr().err.splitlines())) <= 80
+    assert main(["watch", str(place), "--against", "x" * 200, "--no-picture"]) == 1
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_what_does_not_fit_stands_below_further_in() -> None:
+    text = "x: 3\n  gradient norm  median 1.01, MAD 0.006\n  x: the loss swings by a lot and so on\n\n"
+    assert within(text, 30) == (
+        "x: 3\n  gradient norm  median 1.01,\n    MAD 0.006\n  x: the loss swings by a lot\n    and so on\n\n"
+    )
+    assert within("  ab  one two three four", 16) == "  ab  one two\n      three four"
+
+
+class Screen(io.StringIO):
+    """What is written to a terminal, or to a file."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_takes_longer_than_two_seconds_is_told(terminal: bool) -> None:
+    now = 0.0
+    screen = Screen(terminal)
+    progress = Progress(screen, lambda: now)
+    for _ in range(19):
+        now += 0.1
+        progress.read(Path("x" * 100), 0, 1)
+    assert not screen.getvalue()
+    for place in range(200):
+        now += 0.1
+        progress.read(Path("logs.jsonl"), place << 20, 200 << 20)
+    progress.end()
+    told = screen.getvalue()
+    if terminal:
+        assert "\n" not in told and 60 <= told.count("\rreading 'logs.jsonl': ") <= 100 and told.endswith(" \r")
+    else:
+        assert "\r" not in told and told.count("reading 'logs.jsonl': ") == 2
+    assert max(map(len, told.replace("\r", "\n").splitlines())) < 80
+
+
+def test_progress_nobody_listens_to_ends_nothing() -> None:
+    class Closed(Screen):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    progress = Progress(Closed(terminal=True), iter([0.0, 5.0, 6.0]).__next__)
+    progress.say("reading")
+    progress.say("reading")
+    progress.end()

@@ -25,6 +25,28 @@ def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> N
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+#: Steps of a short run, and the alarm that it has to end with, by the fault.
+FAULTS = {
+    "data": (120, "rank-loss-1"),
+    "seed": (60, "ranks-see-the-same-data"),
+    "scale": (200, "rank-gradient-1"),
+    "replica": (120, "replicas-differ"),
+    "batch-norm": (60, "batch-norm-stale-parameters"),
+    "leak": (300, "memory-grows-1"),
+    "spike": (200, "gradient-norm-spike"),
+    "lag": (120, "rank-lags-1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found_on_two_ranks(fault: str, tmp_path: Path) -> None:
+    steps, alarm = FAULTS[fault]
+    done = recipe("convergence_monitor", "--fault", fault, "--steps", str(steps), "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"ALARM {alarm}: " in (tmp_path / "alarms.txt").read_text()
+
+
 @pytest.mark.slow
 def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
     done = recipe("convergence_monitor", "--audit", "--quick", "--output", str(tmp_path))
@@ -37,6 +59,20 @@ def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
     assert by_name["shuffled labels on a rank"]["found"] == "1/1" and by_name["plain, 4 ranks"]["rank_loss"] == 0
     assert by_name["40 MiB a step, 6 GiB free"]["step"] < by_name["40 MiB a step, 6 GiB free"]["full at"]
     assert by_name["x16, 10 logs"]["told"] == 1 and by_name["x5 in the last third, 100 logs"]["throughout"] == 0
+
+
+@pytest.mark.slow
+def test_shuffled_labels_prints_a_line_a_training() -> None:
+    done = recipe("shuffled_labels", "--seeds", "1", "--logs", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == 6 and "words, healthy, seed 40: loss None, gradient None" in done.stdout
+
+
+@pytest.mark.slow
+def test_gradient_precision_runs(tmp_path: Path) -> None:
+    done = recipe("gradient_precision", "--samples", "64", "--splits", "1,4", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments", [["--fault", "lightning"], ["--steps", "many"]])

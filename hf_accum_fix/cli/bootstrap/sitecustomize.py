@@ -75,7 +75,8 @@ def _patch() -> None:
         _print(f"NOT on: {sys.executable} has no hf_accum_fix, or one without a command line; install it there")
     else:
         line = apply_inherited()
-        _print(line, once=" is on" in line)
+        if line:
+            _print(line, once=" is on" in line)
 
 
 def _print(line: str, once: bool = False) -> None:

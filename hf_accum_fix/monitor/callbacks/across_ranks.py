@@ -28,7 +28,7 @@ class ReplicasCallback(MonitorCallback):
         every: steps from one check to the next.
     """
 
-    alarms_name = "replicas_alarms"
+    alarms_group = "replicas"
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None, every: int = 100) -> None:
         super().__init__(trainer, ranks)
@@ -54,7 +54,7 @@ class ReplicasCallback(MonitorCallback):
 class BatchNormCallback(MonitorCallback):
     """`check_batch_norm` after the first step, and the running statistics over the ranks at the end."""
 
-    alarms_name = "batch_norm_alarms"
+    alarms_group = "batch_norm"
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
@@ -84,7 +84,7 @@ class BatchNormCallback(MonitorCallback):
 class PaceCallback(MonitorCallback):
     """`Pace`: the rank that keeps the others waiting. Nothing on one process."""
 
-    alarms_name = "pace_alarms"
+    alarms_group = "rank_lags"
     monitor: Pace | None = None
     _model: Any = None
 
@@ -107,7 +107,7 @@ class SharedSamplesCallback(MonitorCallback):
             or ``lambda inputs: inputs["labels"][None]``.
     """
 
-    alarms_name = "shared_samples_alarms"
+    alarms_group = "ranks_share_samples"
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class SharedSamplesCallback(MonitorCallback):
 class MemoryCallback(MonitorCallback):
     """`MemoryMonitor`: sampled at every step, decided at every log."""
 
-    alarms_name = "memory_alarms"
+    alarms_group = "memory"
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)

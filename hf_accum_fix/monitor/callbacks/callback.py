@@ -14,7 +14,7 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, on_every_rank, read_together
-from hf_accum_fix.monitor.run_logs import PREFIX
+from hf_accum_fix.monitor.series import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
@@ -35,8 +35,8 @@ class MonitorCallback(TrainerCallback):
         ranks: the data-parallel ranks; None: torch.distributed.
     """
 
-    #: Key of the number of alarms in the log.
-    alarms_name = ""
+    #: How its alarms' names begin, in the log ``..._alarms``; others are logged under their own names.
+    alarms_group = ""
     #: What is read over the ranks; None: nothing.
     monitor: Gathered[Any] | None = None
 
@@ -177,8 +177,8 @@ class _Parts:
             readings |= read_together(ranks, [monitor for part in parts for monitor in part.gathered()])
         for part in self._parts:
             found = part.measured(logs, readings) if readings.keys() >= set(part.gathered()) else {}
-            if part.alarms_name:
-                found[part.alarms_name] = part.alarms.count
+            if part.alarms_group:
+                found |= part.alarms.counters(part.alarms_group)
             # nan is a number that does not exist yet; a loss that is nan was measured.
             its = {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
             logs.update((PREFIX + name, value) for name, value in its.items())

@@ -24,7 +24,7 @@ class GradientNormCallback(MonitorCallback):
     Where the Trainer takes no norm (older releases without clipping), none is logged.
     """
 
-    alarms_name = "gradient_norm_alarms"
+    alarms_group = "gradient_norm"
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
@@ -56,7 +56,7 @@ class GradientNormCallback(MonitorCallback):
 class RankGradientsCallback(MonitorCallback):
     """`RankGradients`: the gradient norm of each rank before DDP averages it. Nothing on one process."""
 
-    alarms_name = "rank_gradient_alarms"
+    alarms_group = "rank_gradient"
     monitor: RankGradients | None = None
     _model: Any = None
 

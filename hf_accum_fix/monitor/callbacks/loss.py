@@ -19,7 +19,7 @@ from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks
-from hf_accum_fix.monitor.run_logs import PREFIX
+from hf_accum_fix.monitor.series import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
@@ -46,7 +46,7 @@ class LossCallback(MonitorCallback):
         trainer, ranks: as in `MonitorCallback`.
     """
 
-    alarms_name = "rank_loss_alarms"
+    alarms_group = "rank_loss"
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)

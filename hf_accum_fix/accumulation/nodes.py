@@ -1,0 +1,285 @@
+"""What one node of an autograd graph does to a number: it passes it on, adds, multiplies, reduces, bounds or stacks it.
+
+`ROWS` lists the nodes; their names and attributes are the same from torch 2.2.2 to 2.15.0. Asking runs no operation on
+a device, and does not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+#: Nodes by what they do: "pass" keeps a number, "factor" multiplies or divides it, "sum" and "mean" reduce a tensor to
+#: it, "bound" keeps it unless it is below a floor or above a ceiling, "choose" selects elements by value.
+_NODES = {
+    "pass": "ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute NanToNum "
+    # Of distributed tensors and DistributedDataParallel; DeepSpeed's hooks on what a module returns.
+    "_ToTorchTensor _FromTorchTensor _DDPSink PreBackwardFunctionForModule PreBackwardFunction",
+    "add": "Add Sub Rsub Lerp Addcmul",
+    "factor": "Neg Mul Div Where",
+    "bound": "Clamp ClampMin ClampMax Relu Maximum Minimum",
+    "mean": "Mean",
+    "sum": "Sum Nansum Dot Mm Bmm",
+    "stack": "Stack Cat",
+    "choose": "Topk Kthvalue",
+}
+#: What each node does.
+ROWS: Mapping[str, str] = MappingProxyType({name: does for does, names in _NODES.items() for name in names.split()})
+#: Losses that divide by rows, not by elements.
+_BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
+#: Sums of products.
+PRODUCTS = ("Dot", "Mm", "Bmm")
+_SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
+#: Most nodes of a learnt factor (exp(-s)).
+_MOST_NODES = 32
+#: The last loss that was read.
+_last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
+
+#: A node, and the index of its input.
+Edge: TypeAlias = "tuple[Any, int]"
+
+
+class NotSavedError(Exception):
+    """A tensor is asked for that was not saved: in a forward without a backward only small ones are."""
+
+
+class Factor(NamedTuple):
+    """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
+
+    ``node``: the product or quotient with a learnt number: a parameter, or a function of parameters; None: the number
+    has no gradient. ``memory``: the address of a tensor on the CPU.
+    """
+
+    value: Tensor | float
+    divides: bool = False
+    node: Any = None
+    memory: int = 0
+
+    @property
+    def learnt(self) -> bool:
+        """Whether it has a gradient."""
+        return self.node is not None
+
+    def on_host(self) -> Factor:
+        """With a Python number for one on the CPU."""
+        if not isinstance(self.value, Tensor) or self.value.ndim > 0 or not self.value.is_cpu:
+            return self
+        return self._replace(value=float(self.value), memory=self.value.data_ptr())
+
+
+class Bound(NamedTuple):
+    """A number and its floor and ceiling; of relu, what it returned, and a floor that is no value of its own."""
+
+    value: Tensor
+    floor: Tensor | float | None = None
+    ceiling: Tensor | float | None = None
+    is_open: bool = False
+
+    def binds(self) -> Tensor:
+        """Whether it is below its floor or above its ceiling, 0-dim."""
+        value, found = self.value.detach(), torch.zeros_like(self.value, dtype=torch.bool)
+        if self.floor is not None:
+            found = found | (value <= self.floor if self.is_open else value < self.floor)
+        if self.ceiling is not None:
+            found = found | (value > self.ceiling)
+        return found.reshape(())
+
+
+#: The edge below a sum, and what it is multiplied by there.
+Summand: TypeAlias = "tuple[Edge, tuple[Factor, ...]]"
+
+
+def on_host(number: Tensor | float) -> bool:
+    """Whether reading a number does not wait for a device."""
+    return not isinstance(number, Tensor) or number.device.type == "cpu"
+
+
+def note_loss(loss: Tensor) -> None:
+    """Remember the loss that is read, which before torch 2.5 is needed for the shapes of its nodes."""
+    global _last
+    _last = weakref.ref(loss)
+
+
+def kind_of(node: Any) -> str:
+    """The operation of a node: "Mul" of a MulBackward0."""
+    return type(node).__name__.rpartition("Backward")[0]
+
+
+def does(node: Any) -> str:
+    """As in `ROWS`, or "loss": a mean or sum by one of torch's loss functions; empty: anything else."""
+    if getattr(node, "_saved_reduction", 0):
+        return "loss"
+    kind = kind_of(node)
+    if kind == "Pow":
+        return "pass" if node._saved_exponent == 1 else ""
+    return ROWS.get(kind, "")
+
+
+def is_parameter(node: Any) -> bool:
+    """Whether a node adds to the gradient of a leaf tensor."""
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def live_edges(node: Any) -> list[Edge]:
+    """The edges to what has a gradient."""
+    return [each for each in node.next_functions if each[0] is not None]
+
+
+def passed(node: Any, output: int) -> Edge:
+    """The edge below a node that keeps a number; DDP's maps each input to one output."""
+    return node.next_functions[output] if type(node).__name__.startswith("_DDP") else live_edges(node)[0]
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of a node's output; before torch 2.5, the shape of its gradient."""
+    if hasattr(node, "_input_metadata"):
+        return tuple(node._input_metadata[0].shape) if node._input_metadata else ()
+    if hasattr(node, "variable"):
+        return tuple(node.variable.shape)
+    loss = _last()
+    assert loss is not None, "a node outlives its loss"
+    return tuple(torch.autograd.grad(loss, GradientEdge(node, 0), retain_graph=True)[0].shape)
+
+
+def has_several_outputs(node: Any) -> bool:
+    """Whether a node has several outputs; before torch 2.5 any custom function may."""
+    if hasattr(node, "_input_metadata"):
+        return len(node._input_metadata) > 1
+    return isinstance(node, BackwardCFunction) or type(node).__name__.startswith(_SEVERAL_OUTPUTS)
+
+
+def summands(node: Any) -> list[Summand] | None:
+    """The edges below a sum that have a gradient, and what each is multiplied by; None: a product of two of them."""
+    edges, kind = (*node.next_functions, (None, 0), (None, 0))[:3], kind_of(node)
+    found: list[Summand]
+    if kind == "Lerp":
+        weight = node._saved_weight
+        if not on_host(weight):
+            return None
+        factors = [1.0 - float(weight), float(weight)]
+        if isinstance(weight, Tensor) and edges[2][0] is not None:
+            return None
+        found = [(each, (Factor(factor),)) for each, factor in zip(edges, factors, strict=False)]
+    elif kind == "Addcmul":
+        one, other = edges[1:]
+        if one[0] is not None and other[0] is not None:
+            return None
+        times = node._saved_tensor2 if one[0] is not None else node._saved_tensor1
+        found = [(edges[0], ()), (one if one[0] is not None else other, (Factor(node._saved_value), Factor(times)))]
+    else:
+        alpha = float(node._saved_alpha)
+        signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[kind[0]]
+        found = [(each, () if sign == 1 else (Factor(sign),)) for each, sign in zip(edges, signs, strict=False)]
+    return [each for each in found if each[0][0] is not None]
+
+
+def factor_of(node: Any, learnt: Callable[[Any], bool] | None = None) -> tuple[Edge, Factor] | None:
+    """The edge below a product, quotient or selection with a number, and the number; None: there is no such number.
+
+    ``learnt``: whether a side is a function of parameters alone; by default `is_learnt`.
+    """
+    kind = kind_of(node)
+    if kind == "Neg":
+        return node.next_functions[0], Factor(-1.0)
+    # A number of Python may have no edge.
+    edges = (*node.next_functions, (None, 0))[:2]
+    sides = [side for side in (0, 1) if edges[side][0] is None]
+    if not sides and kind != "Where":
+        sides = [side for side in (0, 1) if (learnt or is_learnt)(edges[side][0])]
+    if len(sides) != 1 or (kind == "Div" and sides == [0]):
+        return None
+    [side] = sides
+    below = edges[1 - side]
+    if kind == "Where":
+        return below, Factor(node._saved_condition if side else ~node._saved_condition)
+    value, has_gradient = node._saved_other if side else node._saved_self, edges[side][0] is not None
+    return below, Factor(value.detach() if has_gradient else value, kind == "Div", node if has_gradient else None)
+
+
+def bound_of(node: Any) -> tuple[Edge, Bound] | None:
+    """The edge below a floor or ceiling of a number, and the bound; None: it bounds no number.
+
+    Where it does not bind in any micro-batch it does not bind in the full batch, whose loss is a mean of theirs.
+    """
+    kind, edges = kind_of(node), live_edges(node)
+    if len(edges) != 1 or not is_number(edges[0][0]):
+        return None
+    if kind == "Relu":
+        return edges[0], Bound(node._saved_result, 0.0, is_open=True)
+    if kind in ("Maximum", "Minimum"):
+        # The other side has no gradient.
+        value, other = node._saved_self, node._saved_other
+        value, other = (value, other) if node.next_functions[0][0] is not None else (other, value)
+        return edges[0], Bound(value, other) if kind == "Maximum" else Bound(value, None, other)
+    return edges[0], Bound(node._saved_self, getattr(node, "_saved_min", None), getattr(node, "_saved_max", None))
+
+
+def number_below(node: Any, does: str) -> Edge | None:
+    """The single number that a mean or sum reduces, or that a mean has for every element; None: it reduces more."""
+    below = live_edges(node)[0]
+    if does == "mean" and type(below[0]).__name__ == "ExpandBackward0":
+        expanded = live_edges(below[0])[0]
+        return expanded if shape_of(expanded[0]) == () else None
+    is_product = type(node).__name__.startswith(PRODUCTS)
+    return below if does != "loss" and not is_product and is_number(below[0]) else None
+
+
+def is_number(node: Any, left: int = 2 * _MOST_NODES) -> bool:
+    """Whether a node returns a single number, or makes a tensor of one element from one."""
+    shape = shape_of(node)
+    if shape == ():
+        return True
+    if math.prod(shape) != 1:
+        return False
+    # A tensor of one element is no number where it is a batch of one sample.
+    if does(node) == "pass":
+        return shape_of(node.next_functions[0][0]) == () or (
+            left > 0 and is_number(node.next_functions[0][0], left - 1)
+        )
+    if is_parameter(node):
+        return True
+    adds = left > 0 and does(node) in ("add", "factor")
+    return adds and all(is_number(each, left - 1) for each, _ in live_edges(node))
+
+
+def adds_a_number(node: Any) -> bool:
+    """Whether a node adds a single number to every element of a tensor."""
+    return does(node) == "add" and sorted(shape_of(each) == () for each, _ in live_edges(node)) == [False, True]
+
+
+def own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
+    """What a mean divides by itself; empty: it is a sum."""
+    if does == "sum" or getattr(node, "_saved_reduction", 0) == 2:
+        return []
+    if does == "mean":
+        return [Factor(float(node._saved_self_sym_numel), divides=True)]
+    total = getattr(node, "_saved_total_weight", None)
+    if total is None:
+        # Before torch 2.5 a shape takes a gradient.
+        shape = shape_of(below)
+        total = float(math.prod(shape[:1] if type(node).__name__ in _BY_ROW else shape))
+    return [Factor(total, divides=True)]
+
+
+def is_learnt(node: Any, left: int = _MOST_NODES, elements: int = 1) -> bool:
+    """Whether a number, or a vector of ``elements``, is a function of parameters of that size alone."""
+    if node is None or left == 0:
+        return left > 0
+    if is_parameter(node):
+        return True
+    if getattr(node, "_saved_reduction", 0) or math.prod(shape_of(node)) not in (1, elements):
+        return False
+    below = [each for each, _ in node.next_functions]
+    leaves = [each for each in below if is_parameter(each)]
+    picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
+    if not picks and any(math.prod(shape_of(each)) not in (1, elements) for each in leaves):
+        return False
+    return all(is_learnt(each, left - 1, elements) for each in below)

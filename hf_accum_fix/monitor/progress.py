@@ -1,0 +1,54 @@
+"""What takes longer than two seconds says how far it is: on a terminal in one line, else in plain lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+#: Seconds before anything is said, and from one saying to the next on a terminal and elsewhere.
+_SILENT, _ON_A_TERMINAL, _ELSEWHERE = 2.0, 0.2, 10.0
+_COLUMNS = 79
+
+
+class Progress:
+    """Says on stderr what is being done.
+
+    Args:
+        stream: where; None: stderr.
+        clock: seconds.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._due, self._line = clock() + _SILENT, ""
+
+    def say(self, doing: str) -> None:
+        """What is being done now; said if it is time."""
+        now = self._clock()
+        if now < self._due:
+            return
+        terminal = self._stream.isatty()
+        self._due = now + (_ON_A_TERMINAL if terminal else _ELSEWHERE)
+        doing = doing if len(doing) <= _COLUMNS else f"...{doing[3 - _COLUMNS :]}"
+        self._write(f"\r{doing:{len(self._line)}}" if terminal else f"{doing}\n")
+        self._line = doing if terminal else ""
+
+    def read(self, path: Path, done: int, size: int) -> None:
+        """How much of a file has been read."""
+        self.say(f"reading {path.name!r}: {min(done / max(size, 1), 1):.0%} of {size / 2**20:,.0f} MiB")
+
+    def end(self) -> None:
+        """Take the line away."""
+        if self._line:
+            self._write(f"\r{'':{len(self._line)}}\r")
+            self._line = ""
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._due = float("inf")  # Nobody listens.

@@ -1,0 +1,138 @@
+"""Whatever fails while a loss is looked at, the training ends as stock's, to the bit, and says so once.
+
+A fault is raised in each function that looks, at every call: on one rank, and on one or both of two.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.losses.models import texts
+from tests.losses.seen import Mean, Texts, full, tokens
+from tests.numerics.heads.samples import text
+from tests.numerics.parity import applied, pass_over_imports
+from tests.ranks import on_ranks
+from tests.trainings import Case, loop, train
+from tests.trainings import ours as by_ours
+
+#: Where the package looks: module, attribute.
+FAULTS = [
+    ("accumulation.reading", "read"),
+    ("accumulation.reading", "ways_of_counting"),
+    ("accumulation.observe", "splits"),
+    ("accumulation.observe", "conclude"),
+    ("accumulation.checks", "matching_rules"),
+    ("accumulation.items", "Items.count"),
+    ("accumulation.part", "Part.note"),
+    ("accumulation.part", "Part.counts"),
+    ("accumulation.part", "Part.broken"),
+    ("accumulation.weigh", "_ready"),
+    ("core.contracts", "agree"),
+    ("core.contracts", "unvaried"),
+    ("core.count", "_set_parts"),
+    ("core.host", "Host.record"),
+    ("core.host", "Host.read"),
+    ("core.window", "weigh"),
+    ("overrides.session", "Session._setting"),
+    ("overrides.session", "Session.settled"),
+]
+CUT = (2, 2)
+
+
+class PlantedError(Exception):
+    pass
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise PlantedError("on purpose")
+
+
+@contextmanager
+def faulty(module: str, name: str) -> Iterator[None]:
+    """The function raises in every call."""
+    holder: Any = importlib.import_module(f"hf_accum_fix.{module}")
+    *outer, name = name.split(".")
+    for each in outer:
+        holder = getattr(holder, each)
+    kept = vars(holder)[name]
+    setattr(holder, name, fails)
+    try:
+        yield
+    finally:
+        setattr(holder, name, kept)
+
+
+#: Stock divides by G, and all micro-batches have as many targets: stock is right, so that ours has its bits.
+EVEN = Case(
+    "even", full(tokens), Texts, [text(seed=window, lengths=(6,) * 4, masked=lambda *_: 2) for window in range(2)]
+)
+EVEN_OF_TWO = replace(EVEN, windows=[text(seed=each, lengths=(6,) * 8, masked=lambda *_: 2) for each in range(2)])
+#: Stock weights tokens of short micro-batches more.
+RAGGED = Case("ragged", full(tokens), Mean, [texts(window)[:4] for window in range(2)])
+
+
+@pytest.mark.parametrize("case", [EVEN, RAGGED], ids=lambda case: case.name)
+@pytest.mark.parametrize(("module", "name"), FAULTS, ids=[name for _, name in FAULTS])
+def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None:
+    with applied("stock"):
+        stock = train(case, CUT, tmp_path)
+    with applied("apply"), faulty(module, name):
+        ours = train(case, CUT, tmp_path)
+    about = [words for _, words in ours.said if "on purpose" in words]
+    assert len(about) == 1, ours.said
+    assert ours.exact is not True
+    # What fails after a window was weighted leaves the right gradient.
+    if case is EVEN or name not in AFTER:
+        assert [*ours.errors] == [*stock.errors]
+        assert [*ours.logged] == [*stock.logged]
+
+
+#: These run once the window's losses are weighted.
+AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "Session.settled", "unvaried")
+
+
+@pytest.mark.parametrize(("module", "name"), FAULTS, ids=[name for _, name in FAULTS])
+def test_by_a_loop(module: str, name: str) -> None:
+    """Its losses are means over equally many targets, so that dividing by G is right."""
+    with faulty(module, name):
+        ours = loop(EVEN, CUT, by_ours)
+    about = [words for _, words in ours.said if "on purpose" in words]
+    # What only a Trainer calls does not fail.
+    assert len(about) <= 1 and (ours.exact is not True or not about)
+    assert max(ours.errors) <= 1e-12
+    assert ours.log_error <= 1e-12
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    """On both, and on the second alone: nothing hangs, and stock, which is right here, is not further off."""
+    assert not on_ranks(faults_of_ranks, str(tmp_path), timeout=120, patience=30)[0]
+
+
+def faults_of_ranks(output: str) -> list[str]:
+    """What is wrong with any of the trainings, in words."""
+    pass_over_imports()
+    rank, wrong = dist.get_rank(), []
+    with applied("stock"):
+        stock = train(EVEN_OF_TWO, CUT, Path(output))
+    for (module, name), where in product(FAULTS, ("both", "second")):
+        breaks = where == "both" or rank == 1
+        with applied("apply"), faulty(module, name) if breaks else nullcontext():
+            ours = train(EVEN_OF_TWO, CUT, Path(output))
+        about = [words for _, words in ours.said if "on purpose" in words]
+        # The other rank hears of it, unless that was in the last window.
+        found = [f"{len(about)} warnings: {ours.said}"] * (len(about) != 1 if breaks else len(ours.said) > 1)
+        found += ["called exact"] * (breaks and bool(ours.exact))
+        found += [f"off by {ours.errors}, stock by {stock.errors}"] * (max(ours.errors) > max(*stock.errors, 1e-12))
+        wrong += [f"{name} on {where}, rank {rank}: {each}" for each in found]
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, wrong)
+    return [each for its in every for each in its]

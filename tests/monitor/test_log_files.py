@@ -1,0 +1,263 @@
+"""How log files are read: tables of every kind, settings beside them, losses that stop, huge and growing files."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.monitor import columns, log_file, text_logs
+from hf_accum_fix.monitor.columns import Columns
+from hf_accum_fix.monitor.run_logs import Logs, read_runs
+from hf_accum_fix.monitor.watch import look
+
+TABLES = {
+    "commas": "step,loss\n1,2.5\n2,1.5\n",
+    "a space after the comma": "step, loss\n1, 2.5\n2, 1.5\n",
+    "semicolons": "step;loss\n1;2.5\n2;1.5\n",
+    "semicolons and decimal commas": "step;loss\n1;2,5\n2;1,5\n",
+    "tabs": "step\tloss\n1\t2.5\n2\t1.5\n",
+    "quotes": '"step", "loss"\r\n"1", "2.5"\r\n"2", "1.5"\r\n',
+    "a quoted comma": 'step,"a, b; c; d",loss\n1,"x, y",2.5\n2,"x\n\ny",1.5\n',
+    "thousands": 'step,loss\n"1,000",2.5\n"2,000",1.5\n',
+}
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_read_whatever_separates_their_cells(name: str, ending: str, tmp_path: Path) -> None:
+    (tmp_path / f"x.{ending}").write_text(TABLES[name])
+    (run,) = read_runs(tmp_path)
+    times = 1000 if name == "thousands" else 1
+    assert run.series["loss"].steps == (times, 2 * times) and run.series["loss"].values == (2.5, 1.5)
+    assert run.left_out == ""
+
+
+# ---- settings beside a log -------------------------------------------------------------------------------------------
+
+TRAIN = "model_name_or_path: llava\nper_device_train_batch_size: 2\n# was gradient_accumulation_steps: 8\n{}\n"
+
+
+@pytest.mark.parametrize("name", ["train.yaml", "llava1_5_lora_sft.yaml", "training_args.yaml", "train.yml"])
+@pytest.mark.parametrize("log", ["trainer_log.jsonl", "checkpoint-20/trainer_state.json"])
+def test_llama_factorys_settings_beside_a_log_are_read(log: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(TRAIN.format("gradient_accumulation_steps: 32  # G"))
+    rows = [{"current_steps": step, "step": step, "loss": 1.0} for step in range(1, 5)]
+    path = tmp_path / log
+    path.parent.mkdir(exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(json.dumps({"log_history": rows}) if log.endswith(".json") else lines)
+    (run,) = read_runs(tmp_path)
+    assert run.settings == {"accumulation": 32}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"architectures": 3}', '{"architectures": ["XForCausalLM"], "vocab_size": "?"}']
+)
+def test_a_broken_file_beside_a_log_costs_nothing_of_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "train.yaml").write_bytes(b"\xff\xfe\x00gradient_accumulation_steps: 4")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": math.nan}]}))
+    unread: list[str] = []
+    assert look(read_runs(tmp_path, unread), unread=unread).exit_code == 1 and not unread
+
+
+# ---- a loss that stops -----------------------------------------------------------------------------------------------
+
+
+def ended(kind: str, last: int = 59) -> tuple[str, str]:
+    """A log of 100 steps whose loss is there up to a step: name and text."""
+    if kind == "null":
+        rows = [{"step": k, "loss": 1.0 if k <= last else None} for k in range(1, 101)]
+        return "x.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == "no key":
+        rows = [{"step": k, "lr": 0.1} | ({"loss": 1.0} if k <= last else {}) for k in range(1, 101)]
+        return "trainer_state.json", json.dumps({"log_history": rows})
+    separator = {"empty cells": ",", "empty cells between semicolons": ";"}[kind]
+    cells = [f"{k}{separator}{1.0 if k <= last else ''}\n" for k in range(1, 101)]
+    return "x.csv", f"step{separator}loss\n" + "".join(cells)
+
+
+@pytest.mark.parametrize("kind", ["null", "no key", "empty cells", "empty cells between semicolons"])
+def test_a_loss_that_stops_while_the_log_goes_on_is_a_finding(kind: str, tmp_path: Path) -> None:
+    name, text = ended(kind)
+    (tmp_path / name).write_text(text)
+    found = look(read_runs(tmp_path))
+    assert found.exit_code == 1 and "the loss stops at step 59, and the log goes on to 100" in found.words
+    name, text = ended(kind, last=98)
+    (tmp_path / name).write_text(text)
+    assert look(read_runs(tmp_path)).exit_code == 0
+
+
+HEALTHY = {
+    "validation after the last losses": "epoch,step,train_loss_step,val_loss\n"
+    + "".join(f"0,{k},{'2.5' if k % 10 else ''},{'' if k % 10 else '2.4'}\n" for k in range(1, 101)),
+    "a learning rate in every step, a loss in every fiftieth": "step,train_loss,lr\n"
+    + "".join(f"{k},{'2.5' if k % 50 == 1 else ''},0.1\n" for k in range(1, 191)),
+    "a loss that pauses": "step,loss\n" + "".join(f"{k},{'' if 20 < k < 60 else 2.5}\n" for k in range(1, 101)),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_loss_that_is_logged_less_often_does_not_stop(name: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(HEALTHY[name])
+    (run,) = read_runs(tmp_path)
+    assert math.isnan(run.goes_on_to)
+
+
+# ---- huge logs -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(count: int, first: int = 1, **others: object) -> str:
+    rows = [
+        {"step": k, "loss": 0.5 + 2 * math.exp(-k / 9e4), "lr": 1e-4, **others} for k in range(first, first + count)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_huge_log_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "_MOST", 500)
+    for reader in (log_file, text_logs):
+        monkeypatch.setattr(reader, "_CHUNK", 1 << 12)
+    steps = range(1, 12_001)
+    (tmp_path / "trainer_log.jsonl").write_text(rows_of(12_000))
+    (tmp_path / "state").mkdir()
+    history = [{"step": k, "loss": 1 / k} for k in steps]
+    (tmp_path / "state" / "trainer_state.json").write_text(json.dumps({"log_history": history}, indent=2))
+    (tmp_path / "table.csv").write_text("step,loss\n" + "".join(f"{k},{1 / k}\n" for k in steps))
+    for name in ("trainer_log.jsonl", "table.csv", "state"):
+        read_runs(tmp_path / name)  # The first imports what it needs.
+        tracemalloc.start()
+        (run,) = read_runs(tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 300_000
+        tracemalloc.stop()
+        loss = run.series["loss"]
+        assert 200 <= len(loss) <= 800 and run.logs_a_point == 32 and loss.steps[-1] == 12_000
+    assert "means of 32 logs each" in look([run]).words
+
+
+def test_nothing_unusual_is_lost_in_a_huge_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "_MOST", 500)
+    columns_ = Columns()
+    for k in range(1, 10_001):
+        loss = {5_001: math.nan, 7_003: 0.0, 9_007: -1.0}.get(k, 2.0)
+        columns_.add({"step": k, "loss": loss, "grad_norm": 1.0, "hf_accum_fix/memory_alarms": k // 9_999})
+    run = columns_.run("x")
+    odd = [pair for pair in zip(run.series["loss"].steps, run.series["loss"].values, strict=True) if pair[1] != 2.0]
+    assert [step for step, _ in odd] == [5_001, 7_003, 9_007]
+    words = look([run]).words
+    assert "not finite, the first at step 5001" in words and "exactly 0, the first at step 7003" in words
+    assert "memory: 1 alarm," in words
+    for k in range(10_001, 40_001):
+        columns_.add({"step": k, "loss": math.nan, "grad_norm": 1.0})
+    run = columns_.run("x")
+    assert "1998 or more logged losses are not finite" in look([run]).words and len(run.series["loss"]) < 3_000
+
+
+def test_many_names_take_no_more_memory() -> None:
+    columns_ = Columns()
+    for k in range(1, 5_001):
+        columns_.add({"step": k, f"name {k}": 1.0, "loss": 1.0})
+    series = columns_.run("x").series
+    assert len(series) <= 1_001 and len(series["loss"]) == 5_000
+
+
+# ---- growing logs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.log"])
+def test_of_a_growing_log_only_what_was_appended_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def line(step: int) -> str:
+        return {
+            "x.jsonl": f'{{"step": {step}, "loss": 2.5}}\n', "x.csv": f"{step},2.5\n",
+            "x.log": f"step: {step}  loss:  2.5  grad_norm:  1.0\n",
+        }[name]  # fmt: skip
+
+    read: list[int] = []
+    opened = Path.open
+
+    def counting(path: Path, *args: object, **kwargs: object) -> object:
+        file = opened(path, *args, **kwargs)  # type: ignore[call-overload]
+        return Counting(file, read) if args == ("rb",) else file
+
+    monkeypatch.setattr(Path, "open", counting)
+    log = tmp_path / name
+    log.write_text(("step,loss\n" if name == "x.csv" else "") + "".join(map(line, range(1, 101))))
+    logs = Logs(grow=True)
+    (first,) = logs.read(tmp_path)
+    size = log.stat().st_size
+    assert sum(read) == size and len(first.series["loss"]) == 100
+    read.clear()
+    assert logs.read(tmp_path)[0] is first and not read
+    text = line(101) + line(102)
+    with log.open("a") as file:
+        file.write(text[:-6])
+    (torn,) = logs.read(tmp_path)
+    assert len(torn.series["loss"]) == 101 and sum(read) == len(text) - 6
+    with log.open("a") as file:
+        file.write(text[-6:])
+    (whole,) = logs.read(tmp_path)
+    assert whole.series["loss"].steps == tuple(map(float, range(1, 103))) and sum(read) == len(text)
+    # Another file under this name, and one that was cut, are read from their beginning.
+    log.rename(tmp_path / "old")
+    log.write_text(("step,loss\n" if name == "x.csv" else "") + "".join(map(line, range(1, 201))))
+    assert len(logs.read(tmp_path)[0].series["loss"]) == 200
+    log.write_text(("step,loss\n" if name == "x.csv" else "") + line(1))
+    assert len(logs.read(tmp_path)[0].series["loss"]) == 1
+
+
+class Counting:
+    """A file that notes how many bytes were read."""
+
+    def __init__(self, file: object, read: list[int]) -> None:
+        self._file, self._read = file, read
+
+    def __enter__(self) -> Counting:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._file.close()  # type: ignore[attr-defined]
+
+    def seek(self, place: int) -> None:
+        self._file.seek(place)  # type: ignore[attr-defined]
+
+    def read(self, size: int) -> bytes:
+        found: bytes = self._file.read(size)  # type: ignore[attr-defined]
+        self._read.append(len(found))
+        return found
+
+
+def test_a_last_line_without_an_end_is_read_once_it_stays(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
+    logs = Logs(grow=True)
+    assert [len(logs.read(tmp_path)[0].series["loss"]) for _ in range(3)] == [1, 2, 2]
+    with (tmp_path / "x.jsonl").open("a") as file:
+        file.write('\n{"step": 3, "loss": 1.0}\n')
+    assert logs.read(tmp_path)[0].series["loss"].steps == (1.0, 2.0, 3.0)
+
+
+def test_a_state_is_read_again_when_it_was_written_again(tmp_path: Path) -> None:
+    logs = Logs(grow=True)
+    for count in (3, 5):
+        rows = [{"step": k, "loss": 1.0} for k in range(1, count + 1)]
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"epoch": 1.0, "log_history": rows, "x": []}, indent=2))
+        (run,) = logs.read(tmp_path)
+        assert len(run.series["loss"]) == count and logs.read(tmp_path)[0] is run
+
+
+def test_event_files_are_read_on(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    logs = Logs(grow=True)
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 7):
+            writer.add_scalar("train/loss", 1.0 / step, step)
+            writer.flush()
+            if step % 3 == 0:
+                (run,) = logs.read(tmp_path)
+                assert len(run.series["loss"]) == step and logs.read(tmp_path)[0] is run
