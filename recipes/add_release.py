@@ -1,6 +1,6 @@
 """Add the installed transformers to the releases that tests have run, if every seam fits.
 
-    python recipes/in_release.py 5.24.0 -- python recipes/add_release.py
+    python recipes/in_release.py 5.25.0 -- python recipes/add_release.py
 
 Writes hf_accum_fix/upstream/releases.json, the one list of releases for tests, CI and doctor, and the newest stack
 into recipes/in_release.py, which imports nothing else; prints what is left to do. If a seam is missing or does not fit,

@@ -1,7 +1,7 @@
 """Run a command under several transformers releases, in environments made for them, each torch shared by all.
 
-    python recipes/in_release.py 5.23.0 -- pytest
-    python recipes/in_release.py 4.49.0 5.23.0 -- accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py \
+    python recipes/in_release.py 5.24.0 -- pytest
+    python recipes/in_release.py 4.49.0 5.24.0 -- accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py \
         --output results/{release}
 
 The first call makes a virtual environment with torch, the newest release and this package with its extras in
@@ -37,7 +37,7 @@ except ImportError:  # Windows has none: there, make one environment at a time.
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".environments"
 #: recipes/add_release.py writes it, so that this file needs no other.
-NEWEST = "5.23.0"
+NEWEST = "5.24.0"
 TORCH = "torch==2.13.0"
 RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"

@@ -1,7 +1,7 @@
 """Every release, head and split, stock and corrected, on one rank and two: the error of one step.
 
     python recipes/release_matrix.py                          # the first and last patch of every minor, some two hours
-    python recipes/release_matrix.py 4.46.3 5.4.0 5.23.0      # a few
+    python recipes/release_matrix.py 4.46.3 5.4.0 5.24.0      # a few
 
 Each release gets its own environment (recipes/in_release.py), which is deleted after use, and two processes, one
 for each number of ranks, that run tests/releases/cells.py. --output keeps their cells as JSON lines, so that a matrix

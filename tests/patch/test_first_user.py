@@ -17,7 +17,7 @@ from hf_accum_fix.cli import main
 from hf_accum_fix.cli.doctor import _COMMON, Diagnosis, Verdict, judge, judge_model, to_text
 from hf_accum_fix.upstream.defects import DEFECTS
 from hf_accum_fix.upstream.environment import parsed
-from hf_accum_fix.upstream.seams import FIRST_RELEASE
+from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES
 from tests.cli.processes import ROOT
 from tests.cli.test_doctor import report_on
 from tests.numerics.heads import HEADS
@@ -26,8 +26,9 @@ from tests.numerics.parity import take_step
 #: Words of ours that nobody else uses so; where they stand, they have to be defined.
 OURS = ("the number", "head", "window", " cut")
 
+NEWEST = TESTED_RELEASES[-1]
 newest = pytest.mark.skipif(
-    hf_accum_fix.report().environment.transformers != "5.23.0", reason="the factors were measured on 5.23.0"
+    hf_accum_fix.report().environment.transformers != NEWEST, reason="what the newest release does"
 )
 
 
@@ -43,14 +44,14 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int,
 @pytest.mark.parametrize(
     ("model", "code", "answer"),
     [
-        ("LlamaForCausalLM", 0, "LlamaForCausalLM on 5.23.0: fine, the stock Trainer trains it right"),
+        ("LlamaForCausalLM", 0, f"LlamaForCausalLM on {NEWEST}: fine, the stock Trainer trains it right"),
         (
             "BertForSequenceClassification",
             1,
-            "BertForSequenceClassification on 5.23.0: affected, 8x at G = 8; run: hf-accum-fix run COMMAND",
+            f"BertForSequenceClassification on {NEWEST}: affected, 8x at G = 8; run: hf-accum-fix run COMMAND",
         ),
         # Its first label counts where it is not masked, as it is in plain language modelling.
-        ("GPT2LMHeadModel", 1, "GPT2LMHeadModel on 5.23.0: affected, 0.9"),
+        ("GPT2LMHeadModel", 1, f"GPT2LMHeadModel on {NEWEST}: affected, 0.9"),
     ],
 )
 def test_the_first_line_answers_and_the_exit_code_is_about_the_model(
@@ -67,7 +68,7 @@ def test_a_router_loss_in_a_checkpoint_is_an_answer(tmp_path: Path, capsys: pyte
     code, lines = doctor(capsys, "--model", tmp_path)
     assert code == 1
     assert lines[0] == (
-        "MixtralForCausalLM on 5.23.0: affected, its router loss 8x at G = 8; run: hf-accum-fix run COMMAND"
+        f"MixtralForCausalLM on {NEWEST}: affected, its router loss 8x at G = 8; run: hf-accum-fix run COMMAND"
     )
 
 
@@ -76,7 +77,7 @@ def test_with_the_patch_on_the_named_model_is_fine(capsys: pytest.CaptureFixture
     with hf_accum_fix.apply():
         code, lines = doctor(capsys, "--model", "BertForSequenceClassification")
     assert code == 0
-    assert lines[0] == "BertForSequenceClassification on 5.23.0: fine, the patch is on; stock: 8x at G = 8"
+    assert lines[0] == f"BertForSequenceClassification on {NEWEST}: fine, the patch is on; stock: 8x at G = 8"
 
 
 def test_a_model_that_cannot_be_fed_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,12 +90,12 @@ def test_a_model_that_cannot_be_fed_is_no_answer(capsys: pytest.CaptureFixture[s
 def test_without_a_model_the_first_line_answers_too(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = doctor(capsys)
     assert code == 1
-    assert lines[0] == "transformers 5.23.0: affected, many models 8x at G = 8; run: hf-accum-fix run COMMAND"
+    assert lines[0] == f"transformers {NEWEST}: affected, many models 8x at G = 8; run: hf-accum-fix run COMMAND"
     assert any("doctor --model" in line for line in lines) and any("--verbose" in line for line in lines)
     assert len(lines) <= 12 and all(len(line) <= 80 for line in lines[1:])
     with hf_accum_fix.apply():
         code, lines = doctor(capsys)
-    assert (code, lines[0]) == (0, "transformers 5.23.0: fine, the patch is on and fixes 19 of 23 defects")
+    assert (code, lines[0]) == (0, f"transformers {NEWEST}: fine, the patch is on and fixes 19 of 23 defects")
 
 
 @newest
@@ -133,14 +134,14 @@ def test_the_verdict_on_a_model(seen: tuple[str, float | None, float | None], st
         "stock_gradient_factor": factor,
         "stock_router_factor": router,
     }
-    verdict, words = judge_model(replace(report_on("5.23.0"), state=state), run)
+    verdict, words = judge_model(replace(report_on(NEWEST), state=state), run)
     expected, part = READ[seen]
     if state == "applied" and expected is Verdict.DEFECTS:
         expected, part = Verdict.CLEAN, part.replace("affected, ", "fine, the patch is on; stock: ")
     assert verdict is expected and part in words
 
 
-@pytest.mark.parametrize("release", ["4.40.0", "4.41.0", "4.46.2", "5.3.0", "5.24.0", "5.24.0.dev0", "from git", None])
+@pytest.mark.parametrize("release", ["4.40.0", "4.41.0", "4.46.2", "5.3.0", "5.24.0", "5.25.0", "5.25.0.dev0", "from git", None])
 def test_every_release_has_an_answer(release: str | None) -> None:
     report = report_on(release)
     diagnosis = Diagnosis(report, *judge(report), {})
@@ -189,7 +190,7 @@ def test_doctor_uses_no_word_that_it_does_not_define(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "release", ["4.40.0", "4.41.0", "4.46.2", "4.49.0", "5.3.0", "5.23.0", "5.24.0", "5.24.0.dev0"]
+    "release", ["4.40.0", "4.41.0", "4.46.2", "4.49.0", "5.3.0", "5.23.0", "5.24.0", "5.25.0", "5.25.0.dev0"]
 )
 def test_the_report_is_narrow_and_holds_the_defects_present_alone(release: str) -> None:
     report = report_on(release)

@@ -20,7 +20,7 @@ from tests.releases.test_releases import run_in
 from tests.torchrun import launcher
 
 MEASURED = {defect.name: defect for defect in DEFECTS if defect.evidence == "run"}
-CHOSEN = ("4.49.0", "5.23.0")
+CHOSEN = ("4.49.0", TESTED_RELEASES[-1])
 
 
 def edges(defect: Defect) -> Iterator[tuple[str, Where]]:
