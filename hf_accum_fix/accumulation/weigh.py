@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -242,7 +242,7 @@ class _Weighing:
                 part.changed = f"{term.name} is not over every position, as it was in the observed batch"
         if spec.how is How.PLAIN and spec.counts:
             for each in found:
-                _keep_finite(each, _read(_product(each, spec.counts)))
+                _keep_finite(each, _read(_product(each, spec.counts)), part)
             empty = _read(counted) == 0
             return torch.where(empty, math.inf, weight) if isinstance(empty, Tensor) else math.inf if empty else weight
         return weight
@@ -274,7 +274,7 @@ class _Weighing:
         for each in found:
             if each.path.learnt or not is_function:
                 # The gradient of a custom mean over no items is 0 / 0.
-                _keep_finite(each, divisor)
+                _keep_finite(each, divisor, part)
         own, left = _product(term, spec.own) * spec.steps, part.remaining_divisor
         if part.is_unpredicted(place):
             return left / own
@@ -354,7 +354,7 @@ def _product(term: Term, places: Sequence[int]) -> Number:
     return result
 
 
-def _keep_finite(term: Term, count: Number) -> None:
+def _keep_finite(term: Term, count: Number, part: Part) -> None:
     """Zero the gradient through a mean over no items, which would be 0 / 0."""
     if not isinstance(count, Tensor) and count > 0:
         return
@@ -363,12 +363,12 @@ def _keep_finite(term: Term, count: Number) -> None:
         nothing = count == 0 if isinstance(count, Tensor) else True
         return tuple(None if grad is None else _settled(grad, nothing) for grad in grads)
 
-    term.leaf.register_prehook(zero)
+    term.leaf.register_prehook(_guarded(zero, part))
     product, place = term.path.product or (None, 0)
     for node in term.path.learnt:
         if node is not product:
             # Only its outgoing gradients: other terms may have the same factor.
-            node.register_hook(lambda grads, _: zero(grads))
+            node.register_hook(_guarded(lambda grads, _: zero(grads), part))
     if product is not None:
 
         def zero_one(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
@@ -380,7 +380,7 @@ def _keep_finite(term: Term, count: Number) -> None:
             pairs = zip(grads, flags, strict=True)
             return tuple(None if grad is None or flag is None else grad.masked_fill(flag, 0.0) for grad, flag in pairs)
 
-        product.register_hook(zero_one)
+        product.register_hook(_guarded(zero_one, part))
 
 
 def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, part: Part) -> Weighed:
@@ -406,7 +406,7 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
         if (node, place) not in tops and not is_base and not _is_shared(node):
             tops.add((node, place))
             relative = weight if isinstance(base, float) and base == 1 else weight / base
-            hooks.append(node.register_prehook(_scaled(relative, place)))
+            hooks.append(node.register_prehook(_scaled(relative, place, part)))
     if added := part.contract.added or any(term.path.added for term, *_ in weights):
         # A mean over no items hides what is added to it.
         hides = [each.isnan() & (weight == math.inf) for each, weight in known]
@@ -435,18 +435,32 @@ def _value(term: Term, values: Values | None) -> Tensor | None:
     return None if value is None else value.reshape(())
 
 
-def _scaled(weight: Number, place: int | None) -> Any:
+def _scaled(weight: Number, place: int | None, part: Part) -> Any:
     """A hook that divides a gradient, or one element of it."""
+    return _guarded(
+        lambda grads: tuple(None if each is None else _divided(each, weight, place) for each in grads), part
+    )
 
-    def scale(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        if place is None:
-            return tuple(None if grad is None else (grad / _cast(weight, grad)).to(grad.dtype) for grad in grads)
-        [grad] = (each for each in grads if each is not None)
-        of_all = torch.ones_like(grad)
-        of_all.view(-1)[place] = weight
-        return (grad / of_all,)
 
-    return scale
+def _divided(grad: Tensor, weight: Number, place: int | None) -> Tensor:
+    if place is None:
+        return (grad / _cast(weight, grad)).to(grad.dtype)
+    of_all = torch.ones_like(grad)
+    of_all.view(-1)[place] = weight
+    return grad / of_all
+
+
+def _guarded(hook: Callable[..., Any], part: Part) -> Callable[..., Any]:
+    """A hook whose failure leaves the gradient as it is, and is reported: a backward has to end."""
+
+    def guarded(*grads: Any) -> Any:
+        try:
+            return hook(*grads)
+        except Exception as error:
+            part.changed = f"weighting one of its terms failed ({type(error).__name__}: {error})"
+            return None
+
+    return guarded
 
 
 def _cast(weight: Number, like: Tensor) -> Number:

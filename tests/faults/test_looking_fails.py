@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
+from tests.losses.cases import several
 from tests.losses.models import texts
-from tests.losses.seen import Mean, Texts, full, tokens
+from tests.losses.seen import Mean, Seen, Texts, full, tokens
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import applied, pass_over_imports
 from tests.ranks import on_ranks
@@ -98,6 +100,23 @@ def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None
 
 #: These run once the window's losses are weighted.
 AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "Session.settled", "unvaried")
+
+
+def two_terms(s: Seen) -> Tensor:
+    return s.tokens + 0.5 * s.classes
+
+
+TWO_TERMS = Case("two", full(two_terms), lambda: Texts(two_terms), [window[:4] for window in several(2)])
+
+
+def test_in_a_hook(tmp_path: Path) -> None:
+    """Its term stays as it is, so that the backward ends; no more than that can be said of the gradient."""
+    with applied("apply"):
+        whole = train(TWO_TERMS, CUT, tmp_path)
+    with applied("apply"), faulty("accumulation.weigh", "_divided"):
+        ours = train(TWO_TERMS, CUT, tmp_path)
+    assert whole.exact and max(whole.errors) <= 1e-9 < max(ours.errors) < 1
+    assert ours.exact is False and [words for _, words in ours.said if "on purpose" in words]
 
 
 @pytest.mark.parametrize(("module", "name"), FAULTS, ids=[name for _, name in FAULTS])
