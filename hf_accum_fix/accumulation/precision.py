@@ -179,9 +179,11 @@ class WindowGradient:
                 for leaf in self._leaves:
                     self._move(leaf)
                 return
+            if estimates:
+                # Without sums nothing has 16 bits: no later window looks for it again.
+                self._sum_type = None
             if estimates and self._sums:
                 self.lost, self.matters = _rounding_error(self._sums)
-                self._sum_type = None
             self.finish()
         except BaseException:
             # If the caller catches this error, ``.grad`` has to hold what was added.
