@@ -5,7 +5,7 @@ These end a training, and nothing else of this package does:
     UnsupportedVersionError, ForeignPatchError    by apply(), or as training begins
     UnsupportedSetupError, OptionsError           before the first step: it cannot be made exact, or is a wrong option
     SeamError                                     a step or loop that would train an uncorrected gradient
-    ContractError                                 a contract that was given contradicts the model; the loss is missing
+    ContractError                                 a contract or option that does not fit the loss; the loss is missing
     RankError                                     going on would hang: another rank failed, or has other micro-batches
 
 Whatever else fails while a loss is looked at is contained (`core.host.Host.contained`): the training goes on as
@@ -83,6 +83,7 @@ BY_DESIGN = (
     SeamError,
     ForeignPatchError,
     UnsupportedSetupError,
+    ContractError,
     RankError,
     OptionsError,
     StandAsideError,

@@ -304,7 +304,8 @@ class AccumulationWindow:
                 with capture(contract, host.bare(model)) as captured:
                     loss, _ = host.forward(model, batch, part.number if contract.hands_number else None)
                 weigh = partial(window.weigh, loss, batch, captured, batch)
-                weighed = host.contained("weighting the loss of a micro-batch", weigh, window.average(loss))
+                found = host.contained("weighting the loss of a micro-batch", weigh, None)
+                weighed = window.average(loss) if found is None else found
             else:
                 loss, _ = run_by_rule(part, batch, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)

@@ -218,11 +218,6 @@ def is_of_forward(error: Exception) -> bool:
     return _OF_FORWARD in vars(error)
 
 
-def has_no_loss(error: Exception) -> bool:
-    """Whether the forward returned no loss, which stock refuses, too."""
-    return is_of_forward(error) and isinstance(error, ContractError)
-
-
 def kept_small(tensor: Tensor) -> Tensor | None:
     """Save counts, labels and class weights, and no activations."""
     is_vector = tensor.numel() <= max(tensor.shape, default=1)

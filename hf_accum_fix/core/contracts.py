@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
-from hf_accum_fix.accumulation.reading import has_no_loss, is_of_forward
+from hf_accum_fix.accumulation.reading import is_of_forward
 from hf_accum_fix.accumulation.samples import unvaried
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
@@ -31,13 +30,7 @@ def settle(
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
     """
-    try:
-        host.look(batches)
-    except ContractError:
-        # A given contract contradicts the model.
-        raise
-    except Exception as caught:
-        host.contained("looking at what computes the loss", partial(_raise, caught), None)
+    host.contained("looking at what computes the loss", lambda: host.look(batches), None)
     first, before = host.state.first, host.state.first.contract
     was_settled = first.is_settled
     if host.options.contract is None:
@@ -48,10 +41,6 @@ def settle(
     assert contract is not None
     if not was_settled or contract is not before:
         host.contained("saying how the loss is reduced", lambda: host.settled(contract, len(batches)), None)
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
@@ -99,10 +88,10 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
             seen = host.observe(batches, number, synced)
     except Exception as caught:
         seen, error = None, caught
-    by_design = isinstance(error, BY_DESIGN) or (error is not None and has_no_loss(error))
+    # Running out of memory would happen in training, too.
+    by_design = isinstance(error, BY_DESIGN) or (error is not None and out_of_memory(error))
     # Where the forward of one rank fails alone, the others would wait for it in training.
-    of_forward = error is not None and (is_of_forward(error) or out_of_memory(error))
-    failed = host.all_of((error is not None, of_forward, by_design), None)
+    failed = host.all_of((error is not None, error is not None and is_of_forward(error), by_design), None)
     alone = any(each[1] for each in failed) and not all(each[0] for each in failed)
     goes_on = not alone or (not is_first and loss.contract is None)
     found: LossContract | None = None

@@ -25,7 +25,7 @@ from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
-from hf_accum_fix.errors import BY_DESIGN, ContractError, StandAsideError
+from hf_accum_fix.errors import BY_DESIGN, StandAsideError
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
 
 #: Items of a window by each rule of one loss, 0-dim, over all ranks.
@@ -71,7 +71,7 @@ def count_window(
     each, totals = list[Counts](), [zero] * sum(map(len, rules))
     try:
         each, totals = _count(host, rules, batches, strict=several and not asks)
-    except (*BY_DESIGN, ContractError) as caught:
+    except BY_DESIGN as caught:
         error = error or caught
     except Exception as caught:
         host.note_trouble("counting a window", caught)

@@ -164,9 +164,9 @@ class Window:
         host, several = self.host, self.host.data_ranks > 1
         if not parts[0].is_corrected or not (several or any(part.counted for part in parts)):
             return None
-        nothing = torch.zeros(2, dtype=count_dtype(host.device), device=host.device)
+        read = host.contained(_READING, lambda: torch.stack([part.counts() for part in parts]).sum(dim=0), None)
         # The other ranks wait for a rank whose counts cannot be read.
-        sums = host.contained(_READING, lambda: torch.stack([part.counts() for part in parts]).sum(dim=0), nothing)
+        sums = torch.zeros(2, dtype=count_dtype(host.device), device=host.device) if read is None else read
         sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
         if not host.readable:
