@@ -141,7 +141,9 @@ def test_the_verdict_on_a_model(seen: tuple[str, float | None, float | None], st
     assert verdict is expected and part in words
 
 
-@pytest.mark.parametrize("release", ["4.40.0", "4.41.0", "4.46.2", "5.3.0", "5.24.0", "5.25.0", "5.25.0.dev0", "from git", None])
+@pytest.mark.parametrize(
+    "release", ["4.40.0", "4.41.0", "4.46.2", "5.3.0", "5.24.0", "5.25.0", "5.25.0.dev0", "from git", None]
+)
 def test_every_release_has_an_answer(release: str | None) -> None:
     report = report_on(release)
     diagnosis = Diagnosis(report, *judge(report), {})
