@@ -73,6 +73,12 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
         placeholder = isinstance(inputs, PlaceholderBatch)
         return torch.zeros((), device=session.device) if placeholder else wrapped(*args, **kwargs)
     if session.base_loss is not None or (window is None and not (enabled() and trainer.is_in_train)):
+        if session.base_loss is None and enabled():
+            session.warn_once(
+                "by hand",
+                f"got {type(trainer).__name__}.training_step outside of train(): this step is stock's, and nothing is "
+                "corrected; expected a call by train(); call that, or use accumulation_windows in a loop of your own",
+            )
         return wrapped(*args, **kwargs)
     if window is None:
         raise SeamError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import hf_accum_fix
@@ -23,12 +24,38 @@ from tests.backends.loops import LOOP_HEADS
 from tests.backends.loops import train as train_loop
 from tests.backends.rows import BACKENDS
 from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
-from tests.numerics.parity import pass_over_imports
+from tests.numerics.parity import StockRecorder, pass_over_imports
 from tests.ranks import on_ranks
 
 DROPS, KEEPS_LAST = (row.name for row in ENGINE_DEFECTS)
 #: On one rank: DeepSpeed 0.18 gathers parameters in a way that torch 2.13 refuses on several CPU ranks.
 BACKEND = replace(BACKENDS["deepspeed-zero-2-offloaded"], data_ranks=1)
+
+
+class Divided(torch.autograd.Function):
+    """A sum over a number, which no graph shows."""
+
+    @staticmethod
+    def forward(ctx: Any, summed: Tensor, number: Tensor) -> Tensor:
+        ctx.number = number
+        return summed / number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] / ctx.number, None
+
+
+class Hides(StockRecorder):
+    """Its loss keeps the scale that stock gives it, which is right."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        given = dict(inputs)
+        labels = given.pop("labels")
+        logits = model(**given).logits[:, :-1]
+        summed = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return Divided.apply(summed, num_items_in_batch)  # type: ignore[no-untyped-call]
 
 
 def trainings() -> dict[str, Any]:
@@ -44,6 +71,11 @@ def trainings() -> dict[str, Any]:
             rows[f"{name} {path} times"] = found.norms[0] / wanted.norms[0]
         run = hf_accum_fix.report().to_dict()["runs"][-1]
         rows[f"{name} reported"] = (run["exact"], run["stock_gradient_factor"])
+        if name == "llama":
+            folder = Path(tempfile.gettempdir()) / "engines"
+            for path in ("stock", "apply"):
+                found = train(head, BACKEND, SPLITS[0], path, UNCLIPPED, folder, trainer_class=Hides)
+                rows[f"hides {path}"] = found.error(wanted)
     head = LOOP_HEADS["llama"][0]
     found = train_loop(head, BACKEND, (1, 8), UNCLIPPED, told=1)
     rows["loop"] = found.error(reference(head, UNCLIPPED, BACKEND))
@@ -69,6 +101,13 @@ def test_every_micro_batch_reaches_the_optimizer(rows: Any) -> None:
         assert rows[f"{name} apply"] <= tolerance and rows[f"{name} trainer"] <= tolerance, rows
     assert (rows["llama stock"] > 0.1) == (DROPS in installed()), rows
     assert rows["loop"] <= 2 * rows["llama noise"], rows
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(300)
+def test_a_loss_that_keeps_stocks_scale_keeps_its_engines(rows: Any) -> None:
+    assert rows["hides apply"] <= 2 * rows["llama noise"], rows
+    assert (rows["hides stock"] > 0.1) == (DROPS in installed()), rows
 
 
 @pytest.mark.deepspeed
