@@ -475,10 +475,11 @@ def test_a_switch_set_after_apply_is_warned_of(
 
 
 class AtTheFirstStep(TrainerCallback):
-    def __init__(self, act: Callable[[], object]) -> None:
+    def __init__(self, act: Callable[[], object], event: str = "on_step_end") -> None:
         self.act, self.raised = act, ""
+        setattr(self, event, self.at)
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def at(self, *args: Any, **kwargs: Any) -> None:
         try:
             self.act()
         except hf_accum_fix.AccumFixError as error:
@@ -496,13 +497,19 @@ def test_apply_in_mid_training_is_refused(tmp_path: Path, caplog: pytest.LogCapt
         assert handle.active
 
 
-def test_revert_in_mid_training_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+EVENTS = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_step_end")
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_revert_in_mid_training_is_warned_of(event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The training runs on, from wherever it is."""
     handle = hf_accum_fix.apply()
     trainer = small(Regression(), tmp_path, points(16), max_steps=2)
-    trainer.add_callback(AtTheFirstStep(handle.revert))
+    trainer.add_callback(AtTheFirstStep(handle.revert, event))
     trainer.train()
+    assert trainer.state.global_step == 2
     assert [each for each in caplog.messages if "the stock Trainer runs the rest" in each]
-    assert is_original() and not hf_accum_fix.report().runs[-1]["exact"]
+    assert is_original() and not any(run["exact"] for run in hf_accum_fix.report().runs[-1:])
 
 
 def test_without_a_stderr(toy: Callable[[str], str]) -> None:

@@ -90,6 +90,9 @@ def hand_back(options: Options) -> None:
     for session in _TRAINING:
         if session.options is options:
             session.gradient.finish()
+            # An open window is stock's from here on.
+            session.state.aside, session.window = True, None
+            session.state.note_inexact()
 
 
 # --- windows: counted over all ranks by one collective, before their first micro-batch -------------------------------

@@ -25,7 +25,7 @@ from tests.numerics.parity import trainer_of
 
 SEAMS = [seam.name for seam in seams_of(None)]
 HEAD = HEADS["drops-kwargs"]
-ON = "hf-accum-fix: 0.1.0 is on: transformers"
+ON = "hf-accum-fix: 0.1.0 is on"
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +267,7 @@ def test_one_line_per_job_reports_that_it_is_on(
 ) -> None:
     printed = fresh(SAYS + "hf_accum_fix." + call, toy, **variables).stderr
     assert printed.count("\n") == expected
-    assert printed.startswith(f"{ON} 5.23.0, ") == expected and ("defects fixed" in printed) == expected
+    assert printed.startswith(ON) == expected and ("5.23.0" in printed) == expected
 
 
 def test_a_child_of_the_job_does_not_say_it_again(toy: Path) -> None:
