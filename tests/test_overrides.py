@@ -547,14 +547,29 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
     assert not agree([]).conclusive
 
 
-def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:
+def test_a_step_by_hand_outside_of_training_is_stock_and_said_to_be(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
     batch = DROPS.batch(DROPS.samples[:2])
     with torch.no_grad():
         wanted = float(trainer.model(**batch)["loss"])
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = 1
-    assert float(trainer.training_step(trainer.model, batch)) == pytest.approx(wanted)
+    for _ in range(2):
+        assert float(trainer.training_step(trainer.model, dict(batch))) == pytest.approx(wanted)
+    assert len(said("training_step outside of train(): this step is stock's")) == 1
+    monkeypatch.setenv("HF_ACCUM_FIX", "0")
+    switched_off = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
+    switched_off.current_gradient_accumulation_steps = 1
+    switched_off.training_step(switched_off.model, dict(batch))
+    assert len(said("outside of train()")) == 1
+
+
+@pytest.mark.parametrize("path", ["apply", "trainer"])
+def test_a_step_inside_of_training_is_no_step_by_hand(path: str, tmp_path: Path, said: Said) -> None:
+    take_step(DROPS, DROPS.samples, 2, 4, path, tmp_path)
+    assert not said("outside of train()")
 
 
 # --- restarts, several trainers, launchers ----------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.reporting import Report, loss_of, off_by, versions, wrapped
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT
+from hf_accum_fix.upstream.engine_defects import EngineDefect, installed_engine_defects
 from hf_accum_fix.upstream.environment import parsed
 from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_of
 
@@ -264,6 +265,7 @@ def to_json(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, with `Report.to_dict()`."""
     found = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
     details = {"head": dict(diagnosis.head) or None, **diagnosis.report.to_dict(), "limits": [asdict(LIMIT)]}
+    details["engine_defects"] = [{"installed": release, **asdict(row)} for release, row in installed_engine_defects()]
     return json.dumps({**found, **details}, indent=2)
 
 
@@ -276,6 +278,7 @@ def to_text(diagnosis: Diagnosis) -> str:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
     lines.append(f"in every release ({LIMIT.owner}): hf-accum-fix explain {LIMIT.name}")
+    lines += [f"{about}: hf-accum-fix explain {row.name}" for about, row in _engines()]
     if not diagnosis.head:
         lines.append("for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
     return "\n".join([*wrapped(*_answer(diagnosis)), "", *wrapped(*lines)])
@@ -293,6 +296,8 @@ def to_verbose(diagnosis: Diagnosis) -> str:
         blocks.append([*wrapped(f"{defect.name}: {factor}"), *wrapped(*facts, indent=4)])
     first = f"{LIMIT.name}: in every release ({LIMIT.owner})"
     blocks.append([first, *wrapped(LIMIT.summary, LIMIT.who, f"set {LIMIT.remedy}", indent=4)])
+    for about, row in _engines():
+        blocks.append([*wrapped(f"{row.name}: {about}"), *wrapped(row.summary, row.who, row.fixed, indent=4)])
     blocks.append(wrapped(*_what_apply_does(diagnosis)))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -309,6 +314,7 @@ def to_markdown(diagnosis: Diagnosis) -> str:
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
     lines.append(f"- in every release ({LIMIT.owner}): `{LIMIT.name}`, {LIMIT.summary}")
+    lines += [f"- {about}: `{row.name}`, {row.summary} {row.who}" for about, row in _engines()]
     lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
     return "\n".join(lines)
 
@@ -318,6 +324,11 @@ _LEGEND: Final = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the
 
 def _installed(diagnosis: Diagnosis) -> str:
     return f"hf-accum-fix {diagnosis.report.version}, {versions(diagnosis.report.environment)}"
+
+
+def _engines() -> list[tuple[str, EngineDefect]]:
+    """The defects of the installed engines, each with the release that has it."""
+    return [(f"in {row.package} {release}", row) for release, row in installed_engine_defects()]
 
 
 def _definitions(lines: Sequence[str]) -> list[str]:

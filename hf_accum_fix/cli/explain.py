@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from typing import Final, TypeAlias
 
 from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.reporting import wrapped
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Limit
+from hf_accum_fix.upstream.engine_defects import ENGINE_DEFECTS, EngineDefect
 
-DESCRIPTION: Final = "Explain one defect of transformers; without a name, list all defects."
+DESCRIPTION: Final = "Explain one defect of transformers or DeepSpeed; without a name, list all defects."
 EPILOG: Final = "exit code: 0, or 2 for an unknown name."
+
+Row: TypeAlias = Defect | EngineDefect | Limit
 
 _EVIDENCE: Final = {"run": "measured on the released wheel", "read": "read in the source, not run"}
 
@@ -27,7 +30,8 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises:
         OptionsError: if there is no such row; it names the nearest.
     """
-    rows: dict[str, Defect | Limit] = {**{row.name: row for row in DEFECTS}, LIMIT.name: LIMIT}
+    known: tuple[Row, ...] = (*DEFECTS, *ENGINE_DEFECTS, LIMIT)
+    rows = {row.name: row for row in known}
     if arguments.defect is None:
         lines = [line for name, row in rows.items() for line in (name, *wrapped(row.summary, indent=4, hang=0))]
         write("\n".join(lines) + "\n")
@@ -42,10 +46,13 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def explanation(row: Defect | Limit) -> str:
+def explanation(row: Row) -> str:
     """A row as text, without its empty fields."""
     if isinstance(row, Limit):
         facts = {"releases": f"all: a property of {row.owner}", "whose runs": row.who, "remedy": row.remedy}
+    elif isinstance(row, EngineDefect):
+        facts = {"releases": row.range, "whose runs": row.who, "wrong": row.wrong, "fixed": row.fixed}
+        facts["without it"] = row.remedy
     else:
         facts = {
             "releases": row.range,
@@ -63,5 +70,5 @@ def explanation(row: Defect | Limit) -> str:
         f"{name:10}  {link}" for name, link in zip(("reported", *[""] * len(row.source)), row.source, strict=False)
     ]
     return "\n".join(
-        [row.name, *wrapped(row.summary, hang=0), "", *lines, *([] if isinstance(row, Limit) else ["", LEGEND])]
+        [row.name, *wrapped(row.summary, hang=0), "", *lines, *(["", LEGEND] if isinstance(row, Defect) else [])]
     )

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from hf_accum_fix.accumulation.precision import NARROW, Arrival, Leaf
+from hf_accum_fix.engines.mend import defects_of, mend
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
@@ -47,6 +48,11 @@ def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
     """
     if is_deepspeed(accelerator):
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
+
+
+def loses_micro_batches(accelerator: AcceleratorLike | None) -> bool:
+    """Whether this release of the engine loses micro-batches where nothing corrects it."""
+    return is_deepspeed(accelerator) and bool(defects_of(accelerator.deepspeed_engine_wrapped.engine.optimizer))
 
 
 def is_sharded(accelerator: AcceleratorLike) -> bool:
@@ -130,14 +136,14 @@ def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
 
 
 def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -> str | None:
-    """Compare the dtype in which the engine adds gradients with the option; all but DeepSpeed leave it to us.
+    """Check how the engine adds the gradients of a window, and in which dtype; all but DeepSpeed leave it to us.
 
     Returns:
         A warning, if the option is the default and DeepSpeed adds in 16 bits.
 
     Raises:
         UnsupportedSetupError: if more than 16 bits were requested, and DeepSpeed adds in 16 bits, or LOMO steps before
-            the sum is complete.
+            the sum is complete; or if this release of DeepSpeed loses micro-batches, and cannot be corrected.
     """
     if accumulate_in != "parameter" and getattr(accelerator, "has_lomo_optimizer", False):
         raise UnsupportedSetupError(
@@ -146,6 +152,7 @@ def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -
         )
     if not is_deepspeed(accelerator):
         return None
+    mend(accelerator.deepspeed_engine_wrapped.engine.optimizer)
     adds_in = accelerator.deepspeed_engine_wrapped.engine.get_data_types()[1]
     if adds_in not in NARROW:
         return None

@@ -38,7 +38,7 @@ from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, reduced_in, set_last_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, loses_micro_batches, reduced_in, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import averages_tokens, counts_itself, gradient_versions, is_custom, scales_itself
@@ -73,6 +73,12 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
         placeholder = isinstance(inputs, PlaceholderBatch)
         return torch.zeros((), device=session.device) if placeholder else wrapped(*args, **kwargs)
     if session.base_loss is not None or (window is None and not (enabled() and trainer.is_in_train)):
+        if session.base_loss is None and enabled():
+            session.warn_once(
+                "by hand",
+                f"got {type(trainer).__name__}.training_step outside of train(): this step is stock's, and nothing is "
+                "corrected; expected a call by train(); call that, or use accumulation_windows in a loop of your own",
+            )
         return wrapped(*args, **kwargs)
     if window is None:
         raise SeamError(
@@ -296,15 +302,16 @@ class MicroBatch:
             if self.session.own_step is not None:
                 self.session.contained("weighting the loss of a micro-batch", partial(self._weigh, loss), False)
             if self.weighed is not None:
-                loss = self._scaled(self.weighed, loss)
                 # The engine may divide by another number than in other micro-batches.
-                divided = engine_divisor(self._engine, **kwargs) / self.part.engine_divisor
+                divides = engine_divisor(self._engine, **kwargs)
+                loss = self._scaled(self.weighed, loss, divides)
+                divided = divides / self.part.engine_divisor
                 loss = loss if divided == 1 else loss * divided
             set_last_micro_batch(self._engine, self.is_last)
             return self._backward(loss, **kwargs)
 
-    def _scaled(self, weighed: Weighed, passed: Tensor) -> Tensor:
-        """The loss for the engine, whose value is logged; ``passed``: the step's."""
+    def _scaled(self, weighed: Weighed, passed: Tensor, divides: int) -> Tensor:
+        """The loss for the engine, whose value is logged; ``passed``: the step's, which the engine ``divides``."""
         window, steps, keeps_scale = self.window, len(self.window.batches), weighed.keeps_scale
         is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
         if is_news or keeps_scale:
@@ -313,16 +320,16 @@ class MicroBatch:
             for each in (factor for term in own for factor in term.factors):
                 factor = factor / float(each.value) if each.divides else factor * float(each.value)
         if is_news:
-            self.session.contained("reporting a loss", partial(self._announce, factor * steps), None)
+            self.session.contained("reporting a loss", partial(self._announce, factor * steps / divides), None)
         # Some terms may keep the stock Trainer's scale, and its engine's division.
-        stock = factor / self.part.engine_divisor
+        stock = factor / divides
         loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
 
     def _announce(self, stock_scale: float) -> None:
         """Log and record, once per run, how its loss is reduced, and at what scale the stock Trainer would train it.
 
-        ``stock_scale``: G times the installed Trainer's factor on the loss that it passes to accelerate.
+        ``stock_scale``: G times the installed Trainer's factor on a loss, and its engine's.
         """
         session, contract, world_size = self.session, self.part.contract, self.part.world_size
         factor, router_factor = self._stock_factors(stock_scale)
@@ -349,22 +356,22 @@ class MicroBatch:
     def _stock_factors(self, scale: float) -> tuple[float | None, float | None]:
         """The installed Trainer's approximate factors on the exact gradient, and on the router loss; None: unknown.
 
-        Its own division is read from the loss that it passes on, accelerate's from the live object, its count from what
-        it returned; the multiplication by W follows the condition that all releases share.
+        Its own division is read from the loss that it passes on, its count from what it returned; the multiplication by
+        W follows the condition that all releases share.
         """
         session, contract, counts = self.session, self.part.contract, self.window.counts
-        if contract.custom or session.trainer.label_smoother is not None:
+        if contract.custom or session.trainer.label_smoother is not None or loses_micro_batches(self._engine):
             return None, None
-        undivided, number = scale / self._engine.gradient_accumulation_steps, counts.number
+        number = counts.number
         averaged = averages_tokens(session.trainer) and session.takes_number
-        of_means = undivided * (self.part.world_size if averaged and number is not None else 1)
+        of_means = scale * (self.part.world_size if averaged and number is not None else 1)
         if contract.has_router_loss and contract.by_number:
             # Two terms with different factors.
             return None, of_means
         by_number = contract.reduction is Reduction.NUMBER and not _NUMBER_DROPPED
         if by_number and number is not None and float(number):
             # Unless upstream averages, a rank divides by its own count, about 1/W of the total.
-            return undivided / len(self.window.batches) * float(counts.total) / float(number), None
+            return scale / len(self.window.batches) * float(counts.total) / float(number), None
         is_mean = contract.reduction in (Reduction.MEAN, Reduction.NUMBER) and not by_number
         return of_means if is_mean else None, None
 

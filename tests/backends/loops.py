@@ -67,15 +67,16 @@ def train(
     *,
     stock: bool = False,
     router_loss: str = "mean",
+    told: int | None = None,
 ) -> Trajectory:
-    """One epoch by accumulation windows, or by ``accelerator.accumulate``."""
+    """One epoch by accumulation windows, or by ``accelerator.accumulate``; ``told``: the steps the engine knows of."""
     per_device, accumulate = split
     unset_hf_deepspeed_config()
     model = built(head, backend)
     start = trainable(model)
     losses, norms = [], []
     with variables(backend.environment), offloading_on_a_cpu():
-        live = accelerator(backend, per_device, accumulate, max_norm)
+        live = accelerator(backend, per_device, told or accumulate, max_norm)
         loader: Any = DataLoader(samples_of(head), batch_size=per_device, collate_fn=head.batch)  # type: ignore[arg-type]
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
         model, optimizer, loader = live.prepare(model, optimizer, loader)
@@ -87,7 +88,7 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
         else:
-            for window in accumulation_windows(loader, live, router_loss=router_loss):
+            for window in accumulation_windows(loader, live, steps=accumulate, router_loss=router_loss):
                 for batch in window:
                     with window.micro_batch(model):
                         live.backward(window.loss(model, batch))

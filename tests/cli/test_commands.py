@@ -17,6 +17,7 @@ from hf_accum_fix.cli import main
 from hf_accum_fix.cli.explain import explanation
 from hf_accum_fix.errors import OptionsError, SeamError
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Factor
+from hf_accum_fix.upstream.engine_defects import ENGINE_DEFECTS, EngineDefect
 from tests.cli.processes import environment, start, with_bytecode_in
 
 #: Seconds of processor time, of a machine that may be busy; on a quiet one they start in less than 0.1.
@@ -122,7 +123,9 @@ def test_the_list_has_every_name_and_summary(capsys: pytest.CaptureFixture[str])
     assert main(["explain"]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
-    assert printed.split() == [word for each in (*DEFECTS, LIMIT) for word in (each.name, *each.summary.split())]
+    assert printed.split() == [
+        word for each in (*DEFECTS, *ENGINE_DEFECTS, LIMIT) for word in (each.name, *each.summary.split())
+    ]
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
@@ -134,6 +137,17 @@ def test_a_row_is_printed_whole(defect: Defect, capsys: pytest.CaptureFixture[st
     for fact in (defect.name, defect.summary, defect.range, defect.gradient, defect.who, defect.wrong, defect.right):
         assert fact in printed
     assert all(link in printed for link in defect.source)
+
+
+@pytest.mark.parametrize("defect", ENGINE_DEFECTS, ids=lambda defect: defect.name)
+def test_a_row_of_an_engine_is_printed_whole(defect: EngineDefect, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", defect.name]) == 0
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 or "https://" in line for line in out.splitlines())
+    printed = " ".join(out.split())
+    for fact in (defect.name, defect.summary, defect.range, defect.who, defect.wrong, defect.fixed, *defect.source):
+        assert fact in printed
+    assert f"pip install '{defect.package}>={defect.until}'" in printed
 
 
 def test_the_equations_stand_one_above_the_other() -> None:

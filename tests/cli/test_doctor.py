@@ -338,3 +338,15 @@ def test_a_failure_of_its_own_is_no_answer(tmp_path: Path) -> None:
     (tmp_path / "packaging.py").write_text("raise ModuleNotFoundError('No module named packaging', name='packaging')")
     done = start([sys.executable, "-m", "hf_accum_fix", "doctor"], environment(tmp_path))
     assert done.returncode == 3 and "packaging" in done.stderr and "Traceback" not in done.stderr, done
+
+
+@pytest.mark.parametrize(("release", "shown"), [("0.18.4", True), ("0.19.8", False)])
+@pytest.mark.parametrize("form", [to_text, to_verbose, to_markdown, to_json])
+def test_an_installed_engine_that_loses_micro_batches_is_named(
+    form: Any, release: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_accum_fix.upstream.engine_defects.version", lambda package: release)
+    report = report_on("5.23.0")
+    printed = form(Diagnosis(report, *judge(report), {}))
+    assert ("zero-2-offload-drops-micro-batches" in printed and release in printed) == shown
+    assert form in (to_markdown, to_json) or max(map(len, printed.splitlines())) <= 80
