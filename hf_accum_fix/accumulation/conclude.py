@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_accum_fix.accumulation.checks import COUPLED, check_term, rules_of
 from hf_accum_fix.accumulation.comparison import Candidate, Comparison, match, unexplained, with_values
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.elements import picks_elements, weights_elements
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.number import upstream_first
 from hf_accum_fix.accumulation.reading import Reading
@@ -62,12 +61,6 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         constant=unexplained(tested, compared.readings)[0] if adds is How.CONSTANT else 0.0,
         deep=any(each.term.within for terms in seen for each in terms),
         warms=whole.warms,
-        weighted=any(
-            weights_elements(leaf) or (each.spec.is_guess and picks_elements(leaf))
-            for each in tested
-            for leaf in [each.seen[0].term.leaf]
-        ),
-        unseen=len(tested) > 1 and any(each.is_unseen for each in tested),
         shift=next((each.shift for each in seen[0] if each.shift is not None), None),
     )
     means = [each for each in specs if each.how is How.MEAN]

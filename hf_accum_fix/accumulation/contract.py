@@ -150,9 +150,6 @@ class LossContract:
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it.
         warms: a term was multiplied by zero, and may come later.
-        weighted: its elements have weights of their own, or are picked, perhaps by statistics of the batch.
-        unseen: one of its terms was zero in every sample, so that coupled samples in it would not be detected.
-        grouped: rows belong together in groups, as far as one window shows.
         conclusive: False: it is observed again in the next window.
         reason: how it was found, in one sentence.
     """
@@ -177,9 +174,6 @@ class LossContract:
     doubt: str = ""
     cause: Cause | None = None
     warms: bool = False
-    weighted: bool = False
-    unseen: bool = False
-    grouped: bool = False
     conclusive: bool = True
     reason: str = "given"
 
@@ -291,15 +285,27 @@ class LossContract:
         """Whether a term has no rule, and no correction at the end of a window, since other terms count otherwise."""
         return self.groups > 1 and not self.is_counted
 
-    @property
-    def may_change(self) -> bool:
-        """Whether another window may show more of it."""
-        return not self.keeps_scale and (self.unseen or self.grouped or self.needs_forwards or self.is_guess)
+    def yields_to(self, later: LossContract) -> bool:
+        """Whether what a later window shows replaces it: of the same terms, only that they do not add up after all."""
+        if later.reason == NO_TARGET_SEEN or not (later.conclusive or not self.conclusive):
+            return False
+        terms, others = ([(each.shape, each.place) for each in its.terms] for its in (self, later))
+        return not self.conclusive or terms != others or later.may_be_the_split > self.may_be_the_split
 
     @property
     def has_router_loss(self) -> bool:
         """Whether the loss has a router loss."""
         return bool(self.router_coefficient or self.router_z_coefficient)
+
+    @property
+    def may_be_the_split(self) -> bool:
+        """Whether the split that it was concluded from may have separated rows that belong together."""
+        return self.coupled or (self.cause is not None and self.cause.may_be_the_split)
+
+    @property
+    def does_not_add_up(self) -> bool:
+        """Whether its split has shown terms that do not add up, and not only other ones."""
+        return bool(self.doubt) and self.cause not in (Cause.TERMS, Cause.HIDDEN)
 
     @property
     def by_number(self) -> bool:

@@ -21,6 +21,7 @@ from hf_accum_fix.accumulation.conclude import conclude
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
+from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.number import NUMBERS, SHOWN, number_rule, upstream_first, without_number
@@ -37,7 +38,6 @@ from hf_accum_fix.accumulation.reading import (
     unpacked,
 )
 from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
-from hf_accum_fix.accumulation.samples import Split, splits
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -137,13 +137,13 @@ class _Observation:
 
     def _compared(self) -> LossContract:
         """The contract by the first split of the samples that shows the loss."""
-        choice, settled = Choice(self.sharded), False
+        choice = Choice(self.sharded)
         self._run_before.clear()
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
         every = splits(self.window, has_decoder=self.setting.decoder_pad is not None)
-        left = (split for split in every if not (self.sharded and split.narrowed))
-        split = next(left)
-        while self.ranks.any(not settled):
+        left = (split for split in every if not (self.sharded and split.group))
+        split, is_open = next(left), True
+        while self.ranks.any(is_open):
             readings, by_number = list[Reading](), False
             try:
                 readings, by_number = self._three(split)
@@ -156,13 +156,12 @@ class _Observation:
             self._note_writes(split, readings)
             self._note_draws(split, readings)
             self._restore()
-            if readings and not settled:
+            if readings and is_open:
                 again = choice.found is not None
                 compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
-                settled = choice.take(split, conclude(compared), readings[0])
-            following = None if settled else choice.following(left)
-            settled = following is None or choice.needs_no(following)
-            split = split if settled or following is None else following
+                choice.take(split, conclude(compared), readings[0])
+            following = next((each for each in left if choice.needs(each)), None) if is_open else None
+            split, is_open = following or split, following is not None
         found, self.whole = choice.made()
         return found
 

@@ -11,7 +11,6 @@ from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, Lo
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.reading import is_of_forward
-from hf_accum_fix.accumulation.samples import unvaried
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState
@@ -48,11 +47,6 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
     state, alone = host.state, host.data_ranks == 1
     if state.first.contract is None:
         state.tasks, state.without_target = {}, {}
-    varies = host.contained(
-        "looking at samples", lambda: any(_varies_now(each, batches) for each in state.losses), False
-    )
-    if host.hears and varies:
-        state.reconsider()
     held = [state.loss_of(task_of(batch)) for batch in batches]
     is_open = any(not each.is_settled and (each is state.first or not alone or each in held) for each in state.losses)
     # Ranks that meet in every forward cannot observe tasks one by one.
@@ -113,7 +107,7 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
                 Reduction.PLAIN, keeps_scale=host.has_stock, reason="looking at its loss failed on a rank"
             )
     assert found is not None
-    if found.reason == NO_TARGET_SEEN and loss.contract is not None:
+    if loss.contract is not None and not loss.contract.yields_to(found):
         return
     if host.options.per_sample:
         found = by_sample(found)
@@ -121,19 +115,7 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
-    values, mappings = found.weighted and host.on_cpu, _mappings(batches) if found.exact else []
-    loss.unvaried = host.contained(
-        "looking at samples", lambda: frozenset(unvaried(mappings, values=values)), frozenset[str]()
-    )
     host.state.take(found, loss)
-
-
-def _varies_now(loss: LossState, batches: Sequence[Any]) -> bool:
-    """Whether an input varies that did not in the window in which a loss was observed."""
-    if not loss.unvaried:
-        return False
-    window = [{key: batch[key] for key in loss.unvaried if key in batch} for batch in _mappings(batches)]
-    return bool({key for batch in window for key in batch} - unvaried(window, values=True))
 
 
 def _mappings(batches: Sequence[Any]) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.accumulation.weigh import covers
 
-#: Windows that are observed before an inconclusive contract is accepted.
+#: The first windows, in each of which the losses are observed, by other samples.
 ATTEMPTS = 3
 #: Most windows in which a loss that changed is observed again.
 RECONSIDERED = 8
@@ -29,14 +29,12 @@ class LossState:
         attempts: windows with targets in which it was observed.
         counts_by_forwards: a window was divided by other items than its rules predicted.
         earlier: contracts that it had before its terms changed.
-        unvaried: the inputs of which the observed window did not show how the loss depends on them.
     """
 
     contract: LossContract | None = None
     attempts: int = 0
     counts_by_forwards: bool = False
     earlier: list[LossContract] = field(default_factory=list)
-    unvaried: frozenset[str] = frozenset()
 
     @property
     def has_target(self) -> bool:
@@ -148,7 +146,7 @@ class TrainingState:
         return False
 
     def reconsider(self) -> None:
-        """Observe the losses again in the next window; limited, as each time takes three forwards."""
+        """Observe the losses again in the next window; limited, as each time takes forwards."""
         self.reconsiders = self.reconsidered < RECONSIDERED
 
     def correct_from_now(self) -> None:

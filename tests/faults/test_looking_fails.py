@@ -39,7 +39,6 @@ FAULTS = [
     ("accumulation.part", "Part.broken"),
     ("accumulation.weigh", "_ready"),
     ("core.contracts", "agree"),
-    ("core.contracts", "unvaried"),
     ("core.count", "_set_parts"),
     ("core.host", "Host.record"),
     ("core.host", "Host.read"),
@@ -99,7 +98,7 @@ def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None
 
 
 #: These run once the window's losses are weighted.
-AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "Session.settled", "unvaried")
+AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "Session.settled")
 
 
 def two_terms(s: Seen) -> Tensor:

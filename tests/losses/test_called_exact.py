@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1024,7 +1025,26 @@ SAID = [
 
 # --- the tests --------------------------------------------------------------------------------------------------
 
+
+def kto(s: Seen) -> Tensor:
+    """TRL's KTO: the mean log-ratio of a batch is a baseline without gradient, and zero until the policy has changed."""
+    if "reference" not in vars(s.model):
+        vars(s.model)["reference"] = deepcopy(s.model).requires_grad_(False)
+    of_reference = s.by(vars(s.model)["reference"].logits(s.batch["input_ids"]))
+    ratios = sum_of_log_p(s) - sum_of_log_p(of_reference).detach()
+    baseline = ratios.mean().detach().clamp(min=0)
+    wanted = s.batch["kind"] % 2 == 0
+    losses = 1 - torch.sigmoid(0.1 * torch.where(wanted, ratios - baseline, baseline - ratios))
+    return (torch.where(wanted, 1.0, 4 / 3) * losses).mean()
+
+
+def sum_of_log_p(s: Seen) -> Tensor:
+    log_p, valid = s.log_p
+    return (log_p * valid).sum(1)
+
+
 EXACT_OR_SAID = [
+    public("kto", lambda t, s, n: kto(s), count=3),
     *SUPER,
     *MASKED,
     DROPPED_ROWS,

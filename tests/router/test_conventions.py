@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_accum_fix import observations
+from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.overrides.session import SESSION
 from tests.numerics.parity import reference_step
 from tests.router.conventions import (
@@ -137,7 +138,8 @@ def forwards(convention: str, size: int, coefficient: float) -> int:
     head = replace(head, samples=head.samples[:8])
     counted_head = replace(head, build=build)
     found = []
-    for steps in (1, 2):
+    # The loss is observed in the windows before.
+    for steps in (ATTEMPTS, ATTEMPTS + 1):
         count = 0
         samples = [*head.samples] * steps
         whole = replace(counted_head, samples=samples)

@@ -1,4 +1,4 @@
-"""The samples that a loss is observed on: how windows are taken apart, and that the parts hold every sample once."""
+"""The samples that a loss is observed on: how micro-batches are joined, and that the parts hold every sample once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.samples import splits
+from hf_accum_fix.accumulation.join import splits
 
 Batch = Mapping[str, Any]
 
@@ -30,10 +30,6 @@ def attended(*lengths: int) -> dict[str, Any]:
     return {**batch, "labels": batch["labels"].flip(1), "attention_mask": mask}
 
 
-def of_task(task: int, *targets: int, first: int = 0) -> dict[str, Any]:
-    return {**tokens(*targets, first=first), "task": torch.full((len(targets),), task)}
-
-
 def images(*counts: int) -> dict[str, Any]:
     labels = [{"class_labels": torch.arange(count)} for count in counts]
     return {"pixel_values": torch.arange(len(counts))[:, None] * 1.0, "labels": labels}
@@ -45,84 +41,88 @@ def ids(batch: Batch) -> list[int]:
     return [int(each) for each in value.flatten(1)[:, 0]]
 
 
+#: Joined micro-batches, or halves of the only one; then rows alone, as far as they run.
 SPLITS: dict[str, tuple[Sequence[Batch], list[tuple[list[int], ...]]]] = {
-    "rows, the one with the fewest targets alone": (
+    "rows of the only micro-batch": (
         [tokens(3, 1, 2)],
-        [([0, 1, 2], [1], [0, 2]), ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2])],
+        [
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2], [2], [0, 1]),
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2]),
+        ],
     ),
-    "a row without a target tells nothing alone": (
-        [tokens(3, 0, 2)],
-        [([0, 1, 2], [2], [0, 1]), ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2])],
+    "the first row alone is one with a target": (
+        [tokens(0, 3, 2)],
+        [
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2], [1], [0, 2]),
+            ([0, 1, 2], [2], [0, 1]),
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2]),
+        ],
     ),
-    "the micro-batch with targets": (
+    "what has no target is not joined": (
         [tokens(0, 0), tokens(2, 1, first=2)],
         [
-            ([2, 3, 0, 1], [3], [2, 0, 1]),
-            ([2, 3, 0, 1], [2], [3, 0, 1]),
+            ([2, 3], [2], [3]),
+            ([2, 3], [2], [3]),
             ([2, 3], [3], [2]),
-            ([2, 3, 0, 1], [2, 3], [0, 1]),
-            ([2, 0, 3, 1], [2, 3], [0, 1]),
+            ([2, 3], [2], [3]),
             ([2, 3, 2, 3], [2, 3], [2, 3]),
         ],
     ),
-    "pairs, whose second half belongs to the first": (
-        [tokens(1, 2, 3, 4)],
+    "two micro-batches, in blocks where each has pairs": (
+        [tokens(1, 2, 3, 4), tokens(1, 2, 1, 1, first=4)],
         [
+            ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7]),
+            ([0, 1, 4, 5, 2, 3, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7]),
             ([0, 1, 2, 3], [0], [1, 2, 3]),
+            ([0, 1, 2, 3], [3], [0, 1, 2]),
             ([0, 1, 2, 3], [0, 1], [2, 3]),
-            ([0, 1, 2, 3], [0, 2], [1, 3]),
+            ([0, 1, 2, 3], [2, 3], [0, 1]),
+            ([0, 1, 2, 3], [0], [1, 2, 3]),
             ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
         ],
     ),
     "triples, whose second and last third belong to the first": (
         [tokens(1, 2, 3, 4, 5, 5)],
         [
-            ([0, 1, 2, 3, 4, 5], [0], [1, 2, 3, 4, 5]),
-            ([0, 1, 2, 3, 4, 5], [0, 1], [2, 3, 4, 5]),
             ([0, 1, 2, 3, 4, 5], [0, 1, 2], [3, 4, 5]),
             ([0, 1, 2, 3, 4, 5], [0, 3], [1, 2, 4, 5]),
             ([0, 1, 2, 3, 4, 5], [0, 2, 4], [1, 3, 5]),
+            ([0, 1, 2, 3, 4, 5], [0], [1, 2, 3, 4, 5]),
+            ([0, 1, 2, 3, 4, 5], [5], [0, 1, 2, 3, 4]),
+            ([0, 1, 2, 3, 4, 5], [0, 1], [2, 3, 4, 5]),
+            ([0, 1, 2, 3, 4, 5], [4, 5], [0, 1, 2, 3]),
+            ([0, 1, 2, 3, 4, 5], [0, 1, 2], [3, 4, 5]),
+            ([0, 1, 2, 3, 4, 5], [3, 4, 5], [0, 1, 2]),
+            ([0, 1, 2, 3, 4, 5], [0], [1, 2, 3, 4, 5]),
             ([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]),
         ],
     ),
-    "two micro-batches of one sample": (
-        [tokens(3), tokens(1, first=1)],
-        [([0, 1], [0], [1]), ([0, 0], [0], [0])],
-    ),
     "several micro-batches of one sample": (
-        [tokens(3), tokens(1, width=3, first=1), tokens(1, first=2), tokens(1, first=3), tokens(1, first=4)],
+        [tokens(3), tokens(1, width=3, first=1), tokens(2, first=2), tokens(2, first=3), tokens(1, first=4)],
         [
-            ([1, 0, 3, 2], [1], [0, 3, 2]),
-            ([1, 0, 3, 2], [2], [1, 0, 3]),
             ([0, 1], [0], [1]),
-            ([0, 2], [0], [2]),
+            ([0, 1, 4, 3], [0], [1, 4, 3]),
+            ([0, 1, 4, 3], [3], [0, 1, 4]),
+            ([0, 1, 4, 3], [0, 1], [4, 3]),
+            ([0, 1, 4, 3], [4, 3], [0, 1]),
             ([0, 0], [0], [0]),
         ],
     ),
-    "a row as narrow as it is": (
-        [attended(2, 4, 4, 4)],
-        [
-            ([0, 1, 2, 3], [0], [1, 2, 3]),
-            ([0, 1, 2, 3], [0], [1, 2, 3]),
-            ([0, 1, 2, 3], [0, 1], [2, 3]),
-            ([0, 1, 2, 3], [0, 2], [1, 3]),
-            ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
-        ],
-    ),
-    "two tasks": (
-        [of_task(0, 1, 2), of_task(1, 3, 2, first=2)],
-        [
-            ([2, 3, 0, 1], [0], [2, 3, 1]),
-            ([2, 3, 0, 1], [3], [2, 0, 1]),
-            ([2, 3], [3], [2]),
-            ([2, 0, 3, 1], [2, 3], [0, 1]),
-            ([2, 3, 2, 3], [2, 3], [2, 3]),
-        ],
-    ),
     "one sample": ([tokens(3)], [([0, 0], [0], [0])]),
-    "of images the one whose boxes differ most": (
+    "images": (
         [images(2, 2, 5)],
-        [([0, 1, 2], [2], [0, 1]), ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2])],
+        [
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2], [2], [0, 1]),
+            ([0, 1, 2], [0], [1, 2]),
+            ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2]),
+        ],
     ),
 }
 
@@ -145,9 +145,7 @@ def test_in_the_end_every_micro_batch_as_it_is(window: Sequence[Batch]) -> None:
 
 @pytest.mark.parametrize("window", [window for window, _ in SPLITS.values()], ids=SPLITS)
 def test_every_sample_of_the_whole_is_in_one_part(window: Sequence[Batch]) -> None:
-    for whole, one, other, apart, *_ in splits(window):
-        if not apart:
-            continue
+    for whole, one, other, *_ in (split for split in splits(window) if split.apart):
         assert sorted(ids(whole)) == sorted(ids(one) + ids(other))
         for batch in (whole, one, other):
             for place, sample in enumerate(ids(batch)):
@@ -187,9 +185,9 @@ def test_inputs_that_have_no_row_for_each_sample_are_only_doubled(beside: dict[s
     [
         (torch.tensor(3.0), [3.0, 3.0]),
         ("text", ["text", "text"]),
-        ((1, 2), [(2,), (1,)]),
-        ([[1], [2]], [[[2]], [[1]]]),
-        ({"inner": torch.tensor([1, 2])}, [{"inner": [2]}, {"inner": [1]}]),
+        ((1, 2), [(1,), (2,)]),
+        ([[1], [2]], [[[1]], [[2]]]),
+        ({"inner": torch.tensor([1, 2])}, [{"inner": [1]}, {"inner": [2]}]),
     ],
     ids=["number", "word", "tuple", "list", "nested"],
 )
@@ -220,13 +218,13 @@ def test_position_ids_of_three_axes_have_their_samples_second() -> None:
 def test_targets_of_another_sequence_stay_as_wide_as_they_are() -> None:
     """The source and the targets of two rows may be as wide as one another by chance (T5)."""
     batch = {**attended(2, 4), "labels": torch.tensor([[7, 7, 7, 7], [7, 7, -100, -100]])}
-    narrowed = [split.one for split in splits([batch]) if split.narrowed]
+    narrowed = [split.one for split in splits([batch]) if split.group]
     assert [each["labels"].shape[1] for each in narrowed] == [4, 4] and narrowed[0]["input_ids"].shape[1] == 2
 
 
 def test_micro_batches_are_joined_on_the_side_where_they_are_padded() -> None:
     left = {key: value.flip(1) for key, value in attended(2, 4).items()}
-    [joined] = [split.whole for split in splits([left, attended(3, 3)]) if split.kind == "merged"]
+    [joined] = [split.whole for split in splits([left, attended(3, 3)]) if split.blocks == 1]
     mask = joined["attention_mask"]
     assert len(mask) == 4 and bool(mask[:, -1].all()) and not bool(mask[:, 0].all())
 
@@ -252,18 +250,18 @@ def test_micro_batches_are_joined_on_the_side_where_they_are_padded() -> None:
     ids=["nested", "a-second-text", "a-second-text-without-a-mask", "a-decoder"],
 )
 def test_each_text_is_as_narrow_as_its_own_tokens(batch: dict[str, Any], widths: dict[str, int]) -> None:
-    [one, *_] = [split.one for split in splits([batch], has_decoder="decoder_input_ids" in batch) if split.narrowed]
+    [one, *_] = [split.one for split in splits([batch], has_decoder="decoder_input_ids" in batch) if split.group]
     flat = {key: value["input_ids"] if isinstance(value, Mapping) else value for key, value in one.items()}
     assert {key: flat[key].shape[1] for key in widths} == widths
 
 
 def test_groups_are_as_narrow_as_their_own_tokens() -> None:
-    """Halves that add up as wide as their batch may not where they are narrower."""
-    [half, *_] = [split for split in splits([attended(2, 2, 4, 4)]) if split.kind == "groups of 2"]
+    """What adds up as wide as its batch may not where it is narrower."""
+    [half, *_] = [split for split in splits([attended(2, 2, 4, 4)]) if split.group == 2]
     assert (half.one["input_ids"].shape[1], half.other["input_ids"].shape[1]) == (2, 4) and half.pads
 
 
-def test_texts_without_a_mask_are_observed_with_others_of_another_width() -> None:
-    wide, narrow = tokens(3, 1, 2, 4), tokens(2, 1, 2, 3, width=4)
-    (whole, one, other, *_), *_ = splits([wide, narrow])
+def test_texts_are_joined_with_those_of_another_width() -> None:
+    """Without a mask only that shows whether padding enters the loss."""
+    (whole, one, other, *_), *_ = splits([tokens(3, 1, 2, 4), tokens(4, 1, 2, 2), tokens(2, 1, 2, 3, width=4)])
     assert len(whole["labels"]) == 8 and {one["labels"].shape[1], other["labels"].shape[1]} == {4, 5}

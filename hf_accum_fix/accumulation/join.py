@@ -1,0 +1,256 @@
+"""Two micro-batches as one, and rows alone, as their collator would have made them: they show whether a loss adds up.
+
+Two micro-batches are joined in one, two or three blocks of rows (DPO's chosen and rejected texts); the first in which
+the loss adds up decides. Where that is one block, some rows stand alone, each part as narrow as its own mask: padding
+that enters a mean, and what samples have in common, may add up in two micro-batches of equal width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_accum_fix.accumulation.items import has_rows, sample_count
+from hf_accum_fix.accumulation.rules import has_ignored, ways_of_counting
+
+Batch = Mapping[str, Any]
+#: Blocks of rows, and rows that belong together next to one another.
+_BLOCKS, _GROUPS = (1, 2, 3), (1, 2, 3, 4)
+#: Samples that show what they have in common, as two may not.
+_ENOUGH = 4
+
+
+class Split(NamedTuple):
+    """A batch, and two parts that hold all of its samples; or three batches.
+
+    Attributes:
+        blocks: of rows, in which the parts are joined; 0: they are rows, or what runs.
+        group: rows of the first part, where both are as narrow as their own; 0: they are not narrowed.
+        apart: the parts are parts of the whole.
+    """
+
+    whole: Batch
+    one: Batch
+    other: Batch
+    blocks: int = 0
+    group: int = 0
+    apart: bool = True
+
+    @property
+    def shows_coupling(self) -> bool:
+        """Whether coupled samples would be detected: not by a doubled batch."""
+        return self.apart and self.one is not self.other
+
+    @property
+    def pads(self) -> bool:
+        """Whether a part is padded further in the whole."""
+        return self.apart and bool(_widths(self.one) ^ _widths(self.other))
+
+
+def splits(window: Sequence[Batch], *, has_decoder: bool = False) -> Iterator[Split]:
+    """What to run of a window's samples, most reliable first; a model may be unable to run some of them.
+
+    ``has_decoder``: labels are as wide as a decoder's texts, not as the inputs.
+    """
+    batch, *others = _ordered(window)
+    for blocks in _BLOCKS:
+        joined = ((join(batch, other, blocks), batch, other) for other in others)
+        found = next((each for each in joined if each[0] is not None), None) or _halves(batch, blocks)
+        if found is not None and found[0] is not None:
+            yield Split(found[0], found[1], found[2], blocks=blocks)
+    whole: Batch = batch
+    for other in others:
+        # A micro-batch that cannot be joined is left out.
+        whole = (sample_count(whole) < _ENOUGH and join(whole, other)) or whole
+    yield from _narrowed(whole, has_decoder=has_decoder)
+    if sample_count(batch) > 1 and _can_divide(batch):
+        rows = range(1, sample_count(batch))
+        yield Split(batch, take_rows(batch, [0]), take_rows(batch, rows))
+    if (twice := join(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
+        yield Split(twice, batch, batch)
+    one, other, *_ = (*others, batch, batch)
+    yield Split(batch, one, other, apart=False)
+    for each in (batch, *(other for other in window if other is not batch)):
+        yield Split(each, each, each, apart=False)
+
+
+def _ordered(window: Sequence[Batch]) -> list[Batch]:
+    """Micro-batches, the one with most targets first, then those of another width, and with fewer targets."""
+
+    def targets(batch: Batch) -> float:
+        return float(next(ways_of_counting(batch)).count(batch))
+
+    batch, *rest = sorted(window, key=targets, reverse=True)
+    # What has no target shows nothing, but beside a single sample.
+    others = [each for each in reversed(rest) if targets(each)] or (rest if sample_count(batch) == 1 else [])
+    return [batch, *sorted(others, key=lambda each: not _widths(batch) ^ _widths(each))]
+
+
+def _halves(batch: Batch, blocks: int) -> tuple[Batch, Batch, Batch] | None:
+    """One micro-batch, and the halves of it in which so many blocks of rows have a half each; None: it has none."""
+    rows = sample_count(batch)
+    height, rest = divmod(rows, blocks)
+    if height < 2 or rest or not _can_divide(batch, height if blocks > 1 else 0):
+        return None
+    first = [row for row in range(rows) if row % height < height // 2]
+    last = [row for row in range(rows) if row % height >= height // 2]
+    return batch, take_rows(batch, first, height), take_rows(batch, last, height)
+
+
+def _narrowed(whole: Batch, *, has_decoder: bool) -> Iterator[Split]:
+    """The first rows with a target and all others, and the last ones and all others, as narrow as they are."""
+    rows = sample_count(whole)
+    if rows < 2 or not _can_divide(whole):
+        return
+    rule = next(ways_of_counting(whole))
+    counts = [float(rule.count(take_rows(whole, [row]))) for row in range(rows)]
+    first = next((row for row, count in enumerate(counts) if count), 0)
+    for size in (size for size in _GROUPS if size == 1 or (size < rows and rows % size == 0)):
+        for start in dict.fromkeys((first - first % size, rows - size)):
+            alone = range(start, start + size)
+            rest = [row for row in range(rows) if row not in alone]
+            one, other = (narrow(take_rows(whole, its), has_decoder=has_decoder) for its in (alone, rest))
+            yield Split(whole, one, other, group=size)
+
+
+def narrow(part: Batch, *, has_decoder: bool) -> dict[str, Any]:
+    """A part of a batch without the columns that only pad it: each text by its own mask, a decoder's by its targets."""
+    masks = {key.replace("attention_mask", ""): value != 0 for key, value in _masks_of(part)}
+    labels = part.get("labels")
+    targets = labels != -100 if has_decoder and isinstance(labels, Tensor) and labels.ndim == 2 else None
+
+    def cut(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return narrow(value, has_decoder=has_decoder)
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        text = max((each for each in masks if each and each in key), key=len, default="")
+        kept = masks.get(text) if text or not key.startswith("decoder") else None
+        is_decoders = kept is None or value.shape[:2] != kept.shape
+        if is_decoders:
+            kept = targets if "label" in key or key.startswith("decoder") else None
+        if kept is None or value.shape[:2] != kept.shape:
+            return value
+        columns = kept.any(0).nonzero().flatten().tolist() or [0]
+        own = slice(0 if is_decoders else columns[0], columns[-1] + 1)
+        rest = torch.cat([value[:, : own.start], value[:, own.stop :]], 1)
+        # Another text, or its labels, may be as wide by chance.
+        is_labels = "label" in key or has_ignored(value)
+        may_be_others = value.ndim == 2 and "position" not in key and key != "input_ids" and rest.numel() > 0
+        padding = -100 if is_labels else rest[0, 0] if may_be_others else rest
+        return value if bool((rest != padding).any()) else value[:, own]
+
+    return {key: cut(key, value) for key, value in part.items()}
+
+
+def _masks_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """The masks of a batch's texts, with their names."""
+    for key, value in batch.items():
+        if "attention_mask" in key and isinstance(value, Tensor) and value.ndim == 2:
+            yield key, value
+
+
+def _widths(batch: Batch) -> set[tuple[str, int]]:
+    """The number of columns of inputs that have rows and columns."""
+    each = (pair for part in _mappings_in(batch) for pair in part.items())
+    return {(key, value.shape[1]) for key, value in each if isinstance(value, Tensor) and value.ndim == 2}
+
+
+def _mappings_in(batch: Batch) -> Iterator[Batch]:
+    """A batch, and the mappings in it (texts to forget and to retain)."""
+    yield batch
+    for value in batch.values():
+        if isinstance(value, Mapping):
+            yield from _mappings_in(value)
+
+
+def _can_divide(batch: Batch, height: int = 0) -> bool:
+    """Whether a batch can be split by rows: every input has as many, or ``height`` (see `take_rows`)."""
+    heights = {sample_count(batch), height or sample_count(batch)}
+    values = (value for part in _mappings_in(batch) for value in part.values() if not isinstance(value, Mapping))
+    return all(_is_plain(value) and len(value) in heights for value in values if has_rows(value))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be indexed by rows: sparse and nested tensors cannot."""
+    return not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_nested)
+
+
+def take_rows(batch: Batch, rows: Sequence[int], height: int = 0) -> dict[str, Any]:
+    """Some rows; an input of ``height`` rows, the first block, has one row for each of that block."""
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return take_rows(value, rows)
+        chosen = [row for row in rows if row < height] if has_rows(value) and len(value) == height else [*rows]
+        if isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0:
+            return value[chosen]
+        return type(value)(value[row] for row in chosen) if type(value) in (list, tuple) else value
+
+    return {key: taken(value) for key, value in batch.items()}
+
+
+def join(one: Batch, other: Batch, blocks: int = 1) -> dict[str, Any] | None:
+    """Two micro-batches as one, padded on the side where they are; None where that cannot be done safely.
+
+    Several ``blocks``: the first one's and the other's part of the first block, then of the second. A batch joined with
+    itself keeps what has no rows.
+    """
+    result: dict[str, Any] = {}
+    on_left = _pads_on_left(one) | _pads_on_left(other)
+    for key, value in one.items():
+        second: Any = other.get(key)
+        joined: Any = None
+        if isinstance(value, Tensor) and isinstance(second, Tensor):
+            joined = _concatenated(key, value, second, on_left=key in on_left)
+        elif isinstance(value, Mapping) and isinstance(second, Mapping):
+            joined = join(value, second) if blocks == 1 else None
+        elif blocks == 1 and isinstance(value, np.ndarray) and value.ndim and value is second:
+            joined = np.concatenate([value, value])
+        elif isinstance(value, (list, tuple)) and type(value) is type(second):
+            joined = type(value)([*value, *second])
+        elif key.startswith("max_") and isinstance(value, int) and isinstance(second, int):
+            # A size of the batch, as of its longest row.
+            joined = max(value, second)
+        if joined is None and value is not None and value is not second and not isinstance(value, (bool, str)):
+            return None
+        result[key] = value if joined is None else joined
+    return result if blocks == 1 else _in_blocks(result, sample_count(one), sample_count(other), blocks)
+
+
+def _in_blocks(joined: dict[str, Any], one: int, other: int, blocks: int) -> dict[str, Any] | None:
+    """A batch of ``one`` and ``other`` rows, ordered by blocks; None: it has none. What has fewer rows stays."""
+    heights, rows = ((0, one // blocks), (one, other // blocks)), one + other
+    whole = {key: value for key, value in joined.items() if has_rows(value) and len(value) == rows}
+    if one % blocks or other % blocks or not whole or not all(map(_is_plain, whole.values())):
+        return None
+    order = [start + block * n + row for block in range(blocks) for start, n in heights for row in range(n)]
+    return joined | take_rows(whole, order)
+
+
+def _pads_on_left(batch: Batch) -> set[str]:
+    """The inputs that are padded on the left, as wide as the mask that shows it."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask[:, 0].all()) or not bool(mask[:, -1].all()):
+        return set()
+    return {key for key, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == mask.shape}
+
+
+def _concatenated(key: str, one: Tensor, other: Tensor, *, on_left: bool) -> Tensor | None:
+    """Two inputs as one; position ids of three axes have their samples second."""
+    if one.ndim == 0 or one.ndim != other.ndim or not (_is_plain(one) and _is_plain(other)):
+        return None
+    if one.ndim == 2 or (one.ndim > 1 and not one.is_floating_point()):
+        width = max(one.shape[-1], other.shape[-1])
+        fill = -100 if "label" in key or has_ignored(one) or has_ignored(other) else 0
+        more = [width - each.shape[-1] for each in (one, other)]
+        sides = [(each, 0) if on_left else (0, each) for each in more]
+        one, other = (F.pad(each, side, value=fill) for each, side in zip((one, other), sides, strict=True))
+    axis = int("position" in key and one.ndim == 3 and len(one) == 3)
+    alike = one.movedim(axis, 0).shape[1:] == other.movedim(axis, 0).shape[1:]
+    return torch.cat([one, other], axis) if alike else None
