@@ -120,8 +120,10 @@ def with_kept_size(found: LossContract, whole: Reading, window: Sequence[Mapping
     sizes = {float(sample_count(batch)) for batch in window}
     terms = list(found.terms)
     for at, (spec, seen) in enumerate(zip(found.terms, terms_of(found, whole), strict=True)):
-        divides = (n for n, each in zip(seen.factors, seen.term.factors, strict=True) if each.divides)
-        kept = next((abs(n) for n in divides if _is_any(abs(n), sizes)), None)
+        factors = enumerate(zip(seen.factors, seen.term.factors, strict=True))
+        # What moved with the steps in the arguments is the steps, not a batch size.
+        divides = (abs(n) for place, (n, each) in factors if each.divides and place not in spec.own)
+        kept = next((n for n in divides if _is_any(n, sizes)), None)
         if spec.how is How.SUM and kept is not None:
             why = f"the constant {kept:g} below a sum equals a micro-batch's samples: it is averaged as a batch size"
             terms[at] = replace(spec, how=How.CONSTANT)
