@@ -177,7 +177,7 @@ class LoopHost(Host):
         required = self.passes_number and requires_number(bare)
         setting = Setting(
             hands_number=required,
-            handed="all" if required else "last" if self.passes_number else "none",
+            handed="all" if required else "once" if self.passes_number else "none",
             steps=self.steps,
             world_size=self.world_size,
             rounded=products_are_rounded(model) or getattr(self.accelerator, "mixed_precision", "no") != "no",

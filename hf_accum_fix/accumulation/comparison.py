@@ -23,7 +23,7 @@ class Setting:
     """Facts about a training that are known before its loss is observed; "the number" is num_items_in_batch.
 
     Attributes:
-        handed: which forwards get the number: "all", "none", or the "last" one, to see whether the model divides by it.
+        handed: which forwards get the number: "all", "none", or one more ("once"), to see whether it divides the loss.
         hands_number: the model or the compute_loss_func cannot do without it, and gets it in training.
         custom: a custom ``compute_loss`` makes the loss.
         func: a compute_loss_func makes it.
@@ -84,6 +84,11 @@ class Comparison:
         """The labels that are no targets."""
         found = (ignored_index(each.term) for each in (*self.whole.terms, *self.whole.inside))
         return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
+
+    @property
+    def shows_coupling(self) -> bool:
+        """Whether coupled samples would be detected."""
+        return (self.apart and self.are_distinct) or sample_count(self.whole.batch) == 1
 
     @property
     def are_distinct(self) -> bool:

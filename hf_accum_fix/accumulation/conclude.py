@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_accum_fix.accumulation.checks import COUPLED, check_term, rules_of
 from hf_accum_fix.accumulation.comparison import Candidate, Comparison, match, unexplained, with_values
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.items import Items, sample_count
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.number import upstream_first
 from hf_accum_fix.accumulation.reading import Reading
 from hf_accum_fix.accumulation.rules import is_near, listed_targets, ways_of_counting
@@ -60,6 +60,7 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         added=adds is not How.MEAN,
         constant=unexplained(tested, compared.readings)[0] if adds is How.CONSTANT else 0.0,
         deep=any(each.term.within for terms in seen for each in terms),
+        unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
         warms=whole.warms,
         shift=next((each.shift for each in seen[0] if each.shift is not None), None),
     )
@@ -130,9 +131,6 @@ def _specs(
         # No hook separates them.
         doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
         specs = tuple(each if each.how is How.NUMBER else replace(each, how=How.PLAIN) for each in specs)
-    if not compared.apart and sample_count(compared.whole.batch) > 1:
-        doubt = "its micro-batches cannot be divided into samples, so coupled samples would not be detected"
-        doubts.append((doubt, None))
     if adds is How.PLAIN:
         doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", None))
     return specs, *next((each for each in doubts if each[0]), ("", None))

@@ -149,6 +149,7 @@ class LossContract:
         by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it.
+        unchecked: why coupled samples would not be detected; empty: they would.
         warms: a term was multiplied by zero, and may come later.
         conclusive: False: it is observed again in the next window.
         reason: how it was found, in one sentence.
@@ -173,6 +174,7 @@ class LossContract:
     by_divisor: bool = False
     doubt: str = ""
     cause: Cause | None = None
+    unchecked: str = ""
     warms: bool = False
     conclusive: bool = True
     reason: str = "given"
@@ -330,6 +332,7 @@ class LossContract:
             "router_coefficient": self.router_coefficient,
             "router_z_coefficient": self.router_z_coefficient,
             "exact": self.exact,
+            "checked": f"not: {self.unchecked}" if self.unchecked else "yes",
             "reason": self.reason,
         }
 

@@ -21,6 +21,8 @@ from hf_accum_fix.accumulation.rules import has_ignored, ways_of_counting
 Batch = Mapping[str, Any]
 #: Blocks of rows, and rows that belong together next to one another.
 _BLOCKS, _GROUPS = (1, 2, 3), (1, 2, 3, 4)
+#: Parts of the names of inputs that are no rows of samples: the edges of a graph, whose rows are its nodes.
+_OF_GRAPHS = ("edge_index", "adj")
 #: Samples that show what they have in common, as two may not.
 _ENOUGH = 4
 
@@ -170,10 +172,16 @@ def _mappings_in(batch: Batch) -> Iterator[Batch]:
 
 
 def _can_divide(batch: Batch, height: int = 0) -> bool:
-    """Whether a batch can be split by rows: every input has as many, or ``height`` (see `take_rows`)."""
-    heights = {sample_count(batch), height or sample_count(batch)}
-    values = (value for part in _mappings_in(batch) for value in part.values() if not isinstance(value, Mapping))
-    return all(_is_plain(value) and len(value) in heights for value in values if has_rows(value))
+    """Whether a batch can be split by rows: every input has as many, or ``height``, where no input is a mapping."""
+    parts, heights = [*_mappings_in(batch)], {sample_count(batch), height or sample_count(batch)}
+    if height and len(parts) > 1:
+        return False
+    values = (pair for part in parts for pair in part.items() if has_rows(pair[1]))
+    return all(_is_plain(value) and len(value) in heights and not _is_of_graph(key) for key, value in values)
+
+
+def _is_of_graph(key: str) -> bool:
+    return any(each in key for each in _OF_GRAPHS)
 
 
 def _is_plain(value: Any) -> bool:
@@ -201,6 +209,8 @@ def join(one: Batch, other: Batch, blocks: int = 1) -> dict[str, Any] | None:
     Several ``blocks``: the first one's and the other's part of the first block, then of the second. A batch joined with
     itself keeps what has no rows.
     """
+    if any(map(_is_of_graph, one)):
+        return None
     result: dict[str, Any] = {}
     on_left = _pads_on_left(one) | _pads_on_left(other)
     for key, value in one.items():

@@ -24,7 +24,14 @@ from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.number import NUMBERS, SHOWN, number_rule, upstream_first, without_number
+from hf_accum_fix.accumulation.number import (
+    NUMBERS,
+    SHOWN,
+    divides_unseen,
+    number_rule,
+    shows_number,
+    upstream_first,
+)
 from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of, with_kept_size
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
@@ -64,6 +71,7 @@ class _Observation:
         sharded: an engine shards the parameters, so that every forward is a collective.
         whole: the forward of the batch that the contract was concluded from.
         writes: the loss depends on state that its forward writes; None: not tested.
+        by_number: it divides a term by the number, if it gets one; None: not tested.
         divides: without the number it is a mean, and with it the sum over the number, though the graph hides that.
         moves: it depends on the number in any way.
         draws: random numbers change it; None: not tested.
@@ -78,6 +86,7 @@ class _Observation:
     sharded: bool
     whole: Reading = field(init=False)
     writes: bool | None = None
+    by_number: bool | None = None
     divides: bool = False
     moves: bool = False
     draws: bool | None = None
@@ -144,20 +153,22 @@ class _Observation:
         left = (split for split in every if not (self.sharded and split.group))
         split, is_open = next(left), True
         while self.ranks.any(is_open):
-            readings, by_number = list[Reading](), False
+            readings = list[Reading]()
             try:
-                readings, by_number = self._three(split)
+                readings = self._three(split)
             except Exception as error:
                 # Running out of memory on an unchanged micro-batch would happen in training, too.
                 if self.sharded or (out_of_memory(error) and any(split.whole is batch for batch in self.window)):
                     raise
                 choice.note_failure(split, error)
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
+            self._note_number(split, readings)
             self._note_writes(split, readings)
             self._note_draws(split, readings)
             self._restore()
             if readings and is_open:
                 again = choice.found is not None
+                by_number = bool(self.by_number)
                 compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
                 choice.take(split, conclude(compared), readings[0])
             following = next((each for each in left if choice.needs(each)), None) if is_open else None
@@ -165,35 +176,38 @@ class _Observation:
         found, self.whole = choice.made()
         return found
 
-    def _three(self, split: Split) -> tuple[list[Reading], bool]:
-        """The forwards of a batch and its two parts, and whether the model would divide by the number."""
-        handed, readings = self.setting.handed, list[Reading]()
-        for at, batch in enumerate(split[:3]):
-            number = NUMBERS[at] if handed == "all" else SHOWN if handed == "last" and at == 2 and split.apart else None
+    def _three(self, split: Split) -> list[Reading]:
+        """The forwards of a batch and its two parts."""
+        readings = list[Reading]()
+        for number, batch in zip(NUMBERS, split[:3], strict=True):
+            given = number if self.setting.handed == "all" else None
             # A batch or a part of the splits before; several ranks run equally many forwards.
-            known = (each for each in self._run_before if each.batch is batch and each.number == number)
+            known = (each for each in self._run_before if each.batch is batch and each.number == given)
             seen = next(known, None) if self.ranks.alone else None
             if seen is None:
                 self._restore()
-                seen = self._run(batch, number)
+                seen = self._run(batch, given)
                 # A graph that keeps all tensors is not held for longer than it has to be.
                 self._run_before += [] if seen.keeps else [seen]
             readings.append(seen)
-            if self.ranks.alone and (not readings[0].shows_terms or (at == 1 and not any(r.loss for r in readings))):
+            if self.ranks.alone and (
+                not readings[0].shows_terms or (len(readings) == 2 and not any(r.loss for r in readings))
+            ):
                 # Its parts would show nothing either.
-                return [readings[0]] * 3, False
-        if handed != "last" or readings[2].number is None:
-            return readings, False
-        explained = without_number(readings)
-        if self.ranks.any(explained is None):
-            # The number hides the divisor.
-            by_number = readings[2].loss
-            self._restore()
-            readings[2] = self._run(split.other, None)
-            self.divides = _divides_unseen(readings[2].loss, by_number)
-            self.moves = readings[2].loss != by_number
-            return readings, False
-        return explained or (readings, False)
+                return [readings[0]] * 3
+        return readings
+
+    def _note_number(self, split: Split, readings: Sequence[Reading]) -> None:
+        """Test whether a model that gets the number divides by it."""
+        shows = any(each.shows_terms and each.loss for each in readings)
+        if not self.ranks.any(self.setting.handed == "once" and self.by_number is None and shows):
+            return
+        plain = next((each for each in readings[::-1] if each.shows_terms and each.loss), None)
+        self._restore()
+        shown = self._run(split.one if plain is None else plain.batch, SHOWN)
+        if plain is not None and self.by_number is None:
+            self.by_number, self.moves = shows_number(shown), shown.loss != plain.loss
+            self.divides = not self.by_number and divides_unseen(plain, shown)
 
     def _note_draws(self, split: Split, readings: list[Reading]) -> None:
         """Test whether random numbers change the loss, if it draws any: it may only print now and then."""
@@ -291,12 +305,6 @@ class _Observation:
     def _restore(self) -> None:
         self.state.restore()
         self.loss.model.train()
-
-
-def _divides_unseen(alone: float, passed: float) -> bool:
-    """Whether a loss with a hidden divisor is a mean without the number, and the sum over the number with it."""
-    items = SHOWN * passed / alone if alone else 0.0
-    return items >= 1 and abs(items - round(items)) <= 1e-3
 
 
 def _with_batch_norm(found: LossContract, norm: str) -> LossContract:

@@ -407,7 +407,7 @@ class Session(Host):
         # Where nothing is counted, training passes None.
         counts = number is not None or live.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
         handed = compute_loss is not None and live.hands_number(compute_loss) and counts
-        shows = "last" if self.passes_number and compute_loss is None else "none"
+        shows = "once" if self.passes_number and compute_loss is None else "none"
         return Setting(
             handed="all" if handed or self.requires_number else shows,
             hands_number=self.requires_number,

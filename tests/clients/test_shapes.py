@@ -516,6 +516,56 @@ def test_several_rows_of_some_inputs_for_each_sample(split: tuple[int, int]) -> 
     )
 
 
+# --- graphs, whose rows are nodes -------------------------------------------------------------------------------------
+
+
+class Graphs(nn.Module):
+    """PyTorch Geometric's tutorial: the mean over the nodes that a mask picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 6).double(), nn.Linear(6, 4).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor, y: Tensor, train_mask: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        hidden = torch.tanh(hidden.index_add(0, edge_index[1], hidden[edge_index[0]]))
+        logits = self.last(hidden)
+        return {"loss": F.cross_entropy(logits[train_mask], y[train_mask]), "logits": logits}
+
+
+def graphs() -> list[Sample]:
+    g, found = torch.Generator().manual_seed(0), []
+    for nodes in (5, 8, 6, 11, 7, 9, 5, 10):
+        picked = torch.rand(nodes, generator=g) < 0.6
+        picked[0] = True
+        found.append(
+            {
+                "x": torch.randn(nodes, 3, generator=g, dtype=torch.float64),
+                "edge_index": torch.randint(0, nodes, (2, 2 * nodes), generator=g),
+                "y": torch.randint(0, 4, (nodes,), generator=g),
+                "train_mask": picked,
+            }
+        )
+    return found
+
+
+def as_one_graph(samples: Sequence[Sample]) -> Batch:
+    """Graphs beside one another; their edges count on."""
+    starts = [sum(len(each["x"]) for each in samples[:place]) for place in range(len(samples))]
+    edges = [each["edge_index"] + start for each, start in zip(samples, starts, strict=True)]
+    joined = {key: torch.cat([each[key] for each in samples]) for key in ("x", "y", "train_mask")}
+    return {**joined, "edge_index": torch.cat(edges, 1)}
+
+
+@at((2, 4), (1, 8))
+def test_graphs_whose_rows_are_nodes(split: tuple[int, int]) -> None:
+    head = replace(CLASSES, build=Graphs, samples=graphs(), collate=as_one_graph)
+    case = Case("graphs", head, Ordered, loss=lambda model, batch: model(**batch)["loss"])
+    assert_exact(case, split)
+    assert observations.recorded()[-1]["checked"].startswith("not: ")
+
+
 # --- a loader without a collate_fn ------------------------------------------------------------------------------------
 
 

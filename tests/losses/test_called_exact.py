@@ -1027,7 +1027,7 @@ SAID = [
 
 
 def kto(s: Seen) -> Tensor:
-    """TRL's KTO: the mean log-ratio of a batch is a baseline without gradient, and zero until the policy has changed."""
+    """TRL's KTO: the mean log-ratio is a baseline without gradient, and zero until the policy has changed."""
     if "reference" not in vars(s.model):
         vars(s.model)["reference"] = deepcopy(s.model).requires_grad_(False)
     of_reference = s.by(vars(s.model)["reference"].logits(s.batch["input_ids"]))

@@ -105,8 +105,8 @@ def test_two_steps_for_each_split_and_two_for_the_reference(tmp_path: Path) -> N
     samples: list[tuple[bool, int]] = []
     report = verify(small(Counted(samples.append), tmp_path, points(8)), splits=[1, 2, 4])
     assert report.verdict.kind is Kind.EXACT
-    # The contract of each fixed split, and once more: two micro-batches, alone and joined; of four samples two alone, in
-    # turn, and the rest. With one, two and four samples a micro-batch:
+    # The contract of each fixed split, and once more: two micro-batches, alone and joined; of four samples two alone,
+    # in turn, and the rest. With one, two and four samples a micro-batch:
     by_ones, by_twos, by_fours = 1 + 1 + 2 + 4 + 2 * 4, 2 + 2 + 4 + 4 + 2 * 4, 4 + 4 + 8 + 2 * 4
     observed = by_ones + 2 * by_twos + by_fours
     assert sum(count for graded, count in samples if graded) == (2 * 3 + 2) * 8 + observed
