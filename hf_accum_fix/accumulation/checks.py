@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.comparison import Candidate, Comparison
 from hf_accum_fix.accumulation.contract import Cause, How
-from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements
+from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements, weights_elements
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.reading import TermReading
 from hf_accum_fix.accumulation.rules import is_near, is_padded, matching_rules, ways_of_counting
@@ -130,7 +130,13 @@ def _check_mean(
     if any(not is_near(a, b + c, 1e-5) for a, b, c in shared):
         # (a + b) / (a + b).detach() may add up where both have as many items.
         doubt = "one number that is no count divides several of its terms"
-    return candidate.judged(doubt, rules=rules)
+    # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on;
+    # a loss over its own value has that anyway.
+    varies = not (has_values and compared.are_distinct and any(values)) or any(
+        not is_near(values[0] or 0.0, value) for value in values[1:]
+    )
+    shows = varies or len(candidate.spec.counts) > 1 or not weights_elements(whole.term.leaf)
+    return candidate.judged(doubt, shows=shows, rules=rules)
 
 
 def rules_of(

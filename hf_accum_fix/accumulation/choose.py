@@ -43,9 +43,9 @@ class Choice:
         if self.found is None or self.sharded:
             return self.found is None
         if not self._adds_up:
-            # Parts with other terms than the batch, or of one value, have shown nothing; other rows may.
-            blank = self.found.cause is Cause.TERMS or not self.found.conclusive
-            return split.shows_coupling and self.found.reason != NO_TARGET_SEEN and (split.blocks > 0 or blank)
+            # Samples of one value have shown nothing; other rows may.
+            blank = not self.found.conclusive and self.found.reason != NO_TARGET_SEEN and split.shows_coupling
+            return split.blocks > 0 or blank
         # Rows that belong together cannot stand alone: more of them, next to one another.
         smaller = [held for rows, held in self._narrowed.items() if rows < split.group]
         return split.group > 0 and self._blocks <= 1 and not any(smaller) and self._narrowed.get(split.group, True)

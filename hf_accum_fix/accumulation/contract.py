@@ -292,7 +292,12 @@ class LossContract:
         if later.reason == NO_TARGET_SEEN or not (later.conclusive or not self.conclusive):
             return False
         terms, others = ([(each.shape, each.place) for each in its.terms] for its in (self, later))
-        return not self.conclusive or terms != others or later.may_be_the_split > self.may_be_the_split
+        if not self.conclusive or terms != others:
+            return True
+        # Terms that count other items are of another loss.
+        both = zip(self.terms, later.terms, strict=True)
+        is_other = any(one.rules and other.rules and not one.with_rules_of(other).rules for one, other in both)
+        return later.may_be_the_split > self.may_be_the_split or (later.exact and is_other)
 
     @property
     def has_router_loss(self) -> bool:

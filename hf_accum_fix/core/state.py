@@ -71,6 +71,7 @@ class TrainingState:
         inexact: those that were not exact.
         unreported: the other ranks do not know of one of them yet.
         recorded: the training is in the report.
+        looks_until: the losses are observed in the windows up to this one.
         reconsiders: the losses are observed again in the next window, since they changed.
         reconsidered: how often that was done.
         troubled: looking at a loss failed on this rank, and the other ranks do not know it yet.
@@ -89,6 +90,7 @@ class TrainingState:
     inexact: int = 0
     unreported: bool = False
     recorded: bool = False
+    looks_until: int = ATTEMPTS
     reconsiders: bool = False
     reconsidered: int = 0
     troubled: bool = False
@@ -128,6 +130,8 @@ class TrainingState:
                 contract = contract.fitting_as_well(before)
         if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
             loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
+            # What has come may go.
+            self.looks_until = max(self.looks_until, self.opened + 1)
         loss.contract = contract
         always = loss is not self.first and self.corrects == math.inf
         if always or any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract)):

@@ -28,7 +28,6 @@ from hf_accum_fix.accumulation.weigh import Weighed, weigh
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
-from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.engines.engine import is_deepspeed
 
 _READING = "comparing a window's counts with those predicted"
@@ -138,7 +137,7 @@ class Window:
         """
         host, state, self.ended = self.host, self.host.state, True
         host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
-        if host.hears and host.is_split and state.opened < ATTEMPTS:
+        if host.hears and host.is_split and state.opened < state.looks_until:
             state.reconsider()
         if not self.batches:
             return None
