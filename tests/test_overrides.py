@@ -322,11 +322,12 @@ class CountsForwards(DropsKwargs):
         return super().forward(*args, **kwargs)
 
 
-def test_three_forwards_once_a_run(tmp_path: Path) -> None:
+def test_eight_forwards_in_each_of_the_first_three_windows(tmp_path: Path) -> None:
     CountsForwards.forwards = 0
     data = list(DROPS.samples) * 3
     trainer_of(DROPS, tmp_path, GlobalBatchTrainer, model=CountsForwards(), samples=data, max_steps=3).train()
-    assert CountsForwards.forwards == 3 * 4 + 3
+    # Two micro-batches, joined; two rows of four alone, and the rest; one with a number, to see whether it divides.
+    assert CountsForwards.forwards == 3 * 4 + 3 * 8
 
 
 def test_observing_leaves_no_trace(tmp_path: Path) -> None:
