@@ -75,7 +75,7 @@ def apply_inherited() -> str:
             ImportError about missing requirements, which scripts catch and continue without the Trainer.
     """
     from hf_accum_fix import __version__, apply
-    from hf_accum_fix.applying import is_quiet, on_line
+    from hf_accum_fix.confirmation import is_quiet, on_line
     from hf_accum_fix.upstream.environment import detect
 
     try:

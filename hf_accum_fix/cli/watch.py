@@ -69,10 +69,10 @@ def _followed(arguments: argparse.Namespace) -> int:
 
 
 def _watched(arguments: argparse.Namespace) -> int:
-    from hf_accum_fix.monitor.progress import Progress
     from hf_accum_fix.monitor.run_logs import Logs
     from hf_accum_fix.monitor.series import LogsError, Run, printable
     from hf_accum_fix.monitor.watch import look, within
+    from hf_accum_fix.progress import Progress
 
     progress, unread, runs = Progress(), list[str](), list[Run]()
     try:
