@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hf_accum_fix.cli import complain
 from hf_accum_fix.cli.inherit import environment_for
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import SWITCH, Options, enabled, on_the_command_line
@@ -86,14 +86,14 @@ def execute(arguments: argparse.Namespace) -> int:
         _refuse_deaf_python(command)
         environment = environment_for(options, os.environ)
     else:
-        sys.stderr.write(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs without the patch\n")
+        complain(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs without the patch")
         environment = dict(os.environ)
     try:
         if os.name == "posix":
             os.execvpe(command[0], command, environment)
         return subprocess.run(command, env=environment, check=False).returncode
     except OSError as error:
-        sys.stderr.write(f"hf-accum-fix: {command[0]}: {error.strerror}\n")
+        complain(f"hf-accum-fix: {command[0]}: {error.strerror}")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_RUN
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import psutil
 
-from hf_accum_fix.cli import write
+from hf_accum_fix.cli import complain, write
 from hf_accum_fix.cli.instead import ANSWER, Request
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
@@ -118,7 +118,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 "script that trains with transformers.Trainer"
             )
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(answer["error"])
+            complain(answer["error"].rstrip())
             write(f"{answer['text']}\n" if answer["text"] else "")
             if arguments.json is not None and answer["report"] is not None:
                 with _reported(arguments.json):
@@ -138,7 +138,7 @@ def _reported(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        sys.stderr.write(f"hf-accum-fix verify: cannot write {path}: {error.strerror}\n")
+        complain(f"hf-accum-fix verify: cannot write {path}: {error.strerror}")
 
 
 def _show_last(text: str) -> None:
@@ -171,7 +171,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
             raise OptionsError(f"got -m {named}; expected a module that python -m finds")
         return [sys.executable, "-m", named, *arguments.words]
     if not Path(named).is_file():
-        raise OptionsError(f"got {named}, which does not exist; expected a Python script")
+        what = "is a folder" if Path(named).is_dir() else "does not exist"
+        raise OptionsError(f"got {named}, which {what}; expected a Python script, or -m and a module; check the path")
     return [sys.executable, named, *arguments.words]
 
 

@@ -15,7 +15,7 @@ from hf_accum_fix.reporting import table, wrapped
 STOCK: Final = "stock"
 PATCHED: Final = "apply()"
 
-_COLUMNS: Final = ("split", "mode", "norm ratio", "error", "log ratio", "answer")
+_COLUMNS: Final = ("split", "mode", "gradient", "error", "logged", "answer")
 #: Largest 1 - cosine of a multiple of the right gradient, in squares of its error.
 _PARALLEL: Final = 0.05
 _EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
@@ -203,7 +203,7 @@ class VerificationReport:
             counts = ", ".join(_batch(*each) for each in zip(self.samples, self.items, strict=True))
             lines.append(f"global batch: {counts}; reference: {self.reference}")
             lines.append(f"exact: a relative error up to {self.tolerance:.1e}; the noise is {self.floor:.1e}")
-        lines = wrapped(*lines, *(f"note: {note}" for note in self.notes))
+        lines = _wrapped(*lines, *(f"note: {note}" for note in self.notes))
         if self.results:
             lines += ["", *_rows(self.results)]
         if self.evaluation:
@@ -323,10 +323,16 @@ def _rows(results: Sequence[SplitResult]) -> list[str]:
     cells = [(*(str(each.window),) * several, *_cells(each)) for each in results]
     lines, rows = table(head, cells)[:2], table(head, cells)[2:]
     for row, result in zip(rows, results, strict=True):
-        lines += [row, *wrapped(_reason(result), indent=4)]
+        lines += [row, *_wrapped(_reason(result), indent=4)]
     if any(each.is_short for each in results):
         lines += wrapped("(k of G): a short last window, k micro-batches at G accumulation steps")
     return lines
+
+
+def _wrapped(*paragraphs: str, indent: int = 0) -> list[str]:
+    """Lines of at most 80 columns; a split such as 2 x 8 stays together."""
+    together = (each.replace(" x ", "\xa0x\xa0") for each in paragraphs)
+    return [line.replace("\xa0", " ") for line in wrapped(*together, indent=indent)]
 
 
 def _reason(result: SplitResult) -> str:

@@ -59,7 +59,7 @@ def test_no_line_is_wider_than_80_columns(windows: int) -> None:
 def test_the_reason_stands_below_its_row(tmp_path: Path) -> None:
     lines = str(verify(small(Regression(), tmp_path, points(3)))).splitlines()
     head = next(place for place, line in enumerate(lines) if line.split()[:2] == ["split", "mode"])
-    assert lines[head].split() == ["split", "mode", "norm", "ratio", "error", "log", "ratio", "answer"]
+    assert lines[head].split() == ["split", "mode", "gradient", "error", "logged", "answer"]
     own, reason, more, patched, following = lines[head + 2 : head + 7]
     assert own.startswith("2 x 4 (2 of 4)  stock ") and own.endswith("  off")
     assert reason.startswith("    another direction, cosine 0.") and more == "      [mean-of-micro-batch-means]"
