@@ -128,7 +128,8 @@ def execute(arguments: argparse.Namespace) -> int:
                 with _reported(arguments.plot):
                     shutil.copyfile(drawn, arguments.plot)
     if answer["code"]:
-        _show_last(answer["text"] or answer["error"])
+        report = answer["report"]
+        _show_last(report["verdict"]["words"] if report else answer["error"].rstrip().rpartition("\n")[2])
     return int(answer["code"])
 
 
@@ -141,8 +142,8 @@ def _reported(path: Path) -> Iterator[None]:
         complain(f"hf-accum-fix verify: cannot write {path}: {error.strerror}")
 
 
-def _show_last(text: str) -> None:
-    """Make a launcher print the report last: for every exit code but 0 it prints an error of its own.
+def _show_last(line: str) -> None:
+    """Make a launcher print the verdict last: for every exit code but 0 it prints an error of its own, for each rank.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: torchrun prints that file as the root cause.
     """
@@ -150,11 +151,11 @@ def _show_last(text: str) -> None:
     launcher = psutil.Process().parent()
     with suppress(OSError, psutil.Error):
         if place is not None:
-            cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+            cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(place).write_text(json.dumps({"message": cause}), encoding="utf-8")
         elif launcher is not None and any("accelerate" in word for word in launcher.cmdline()[:3]):
             # accelerate starts a single process without torchrun, and prints a traceback after it.
-            words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), text.partition("\n")[0]]
+            words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), line]
             subprocess.Popen(words, start_new_session=os.name == "posix")
 
 

@@ -99,6 +99,8 @@ def test_under_torchrun_the_last_lines_are_the_reports(script: Path) -> None:
     assert done.returncode == 1, done
     last = done.stderr[done.stderr.rindex("Root Cause") :]
     assert "8x too large at your 2 x 4 (G x W times)" in last, done.stderr[-3000:]
+    # The report stands once, not again for every rank that torchrun reports.
+    assert (done.stdout + done.stderr).count("global batch: ") == 1
 
 
 @pytest.mark.slow
@@ -226,7 +228,11 @@ def test_wrong_usage_is_reported_before_the_script_runs(tmp_path: Path, capsys: 
 def test_splits_that_do_not_hold_the_samples_are_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     done = start([*VERIFY, "--splits", "1x2", str(tmp_path / "stubborn.py")], environment(Path(__file__).parents[2]))
-    assert done.returncode == 2 and "; expected samples per micro-batch x accumulation steps" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "; expected samples per micro-batch x accumulation steps" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not list(tmp_path.glob("*.left"))
 
 
