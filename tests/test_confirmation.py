@@ -11,6 +11,7 @@ import transformers
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, accumulation_windows, verify
+from hf_accum_fix.cli import main
 from hf_accum_fix.confirmation import QUIET
 from tests.verify.trainers import Regression, points, small
 
@@ -66,6 +67,11 @@ def test_it_is_silent_where_apply_is(
     accumulation_windows([], steps=2)
     if name != "RANK":
         trainer.train()
+    assert not said(capsys)
+
+
+def test_what_doctor_trains_is_no_training_of_yours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "BertForSequenceClassification"]) == 1
     assert not said(capsys)
 
 
