@@ -25,6 +25,7 @@ from tests.numerics.parity import trainer_of
 
 SEAMS = [seam.name for seam in seams_of(None)]
 HEAD = HEADS["drops-kwargs"]
+INSTALLED = transformers.__version__
 ON = "hf-accum-fix: 0.1.0 is on"
 
 
@@ -106,7 +107,7 @@ sys.modules["hf_accum_fix.overrides.evaluation"] = types.SimpleNamespace(evaluat
 
 def declared(target: str, indent: int = 0) -> str:
     """The lines by which a class or a module has the names that apply() looks for."""
-    rows = (row for row in ATTRIBUTES if row.target == target and row.seen == "class" and row.is_in(Version("5.23.0")))
+    rows = (row for row in ATTRIBUTES if row.target == target and row.seen == "class" and row.is_in(Version(INSTALLED)))
     return "".join(f"{' ' * indent}{row.name} = None\n" for row in rows)
 
 
@@ -115,7 +116,7 @@ def toy(tmp_path: Path) -> Path:
     """A transformers whose class Trainer can live anywhere."""
     package = tmp_path / "transformers"
     package.mkdir()
-    (package / "__init__.py").write_text('__version__ = "5.23.0"\n')
+    (package / "__init__.py").write_text(f'__version__ = "{INSTALLED}"\n')
     (package / "trainer_callback.py").write_text(
         "class CallbackHandler:\n    def on_train_begin(self, args, state, control): return control\n"
         f"class TrainerState:\n{declared(STATE, 4)}{declared('transformers.trainer_callback')}"
@@ -132,13 +133,13 @@ def toy(tmp_path: Path) -> Path:
 
 def test_a_release_without_the_module_is_refused_at_once(toy: Path) -> None:
     (toy / "transformers" / "trainer.py").rename(toy / "transformers" / "training.py")
-    script = """
+    script = f"""
 import sys, hf_accum_fix
 try:
     hf_accum_fix.apply()
 except hf_accum_fix.SeamError as error:
     print("without a module transformers.trainer" in str(error), "transformers" in sys.modules)
-print("refused: got transformers 5.23.0 without a module" in str(hf_accum_fix.report()))
+print("refused: got transformers {INSTALLED} without a module" in str(hf_accum_fix.report()))
 """
     assert fresh(script, toy).stdout.split() == ["True", "False", "True"]
 
@@ -267,7 +268,7 @@ def test_one_line_per_job_reports_that_it_is_on(
 ) -> None:
     printed = fresh(SAYS + "hf_accum_fix." + call, toy, **variables).stderr
     assert printed.count("\n") == expected
-    assert printed.startswith(ON) == expected and ("5.23.0" in printed) == expected
+    assert printed.startswith(ON) == expected and (INSTALLED in printed) == expected
 
 
 def test_a_child_of_the_job_does_not_say_it_again(toy: Path) -> None:
