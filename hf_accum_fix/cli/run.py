@@ -31,6 +31,7 @@ exit code: the command's own, which replaces this process and so gets its signal
 2 wrong usage, 126 the command cannot be run, 127 the command is not found.
 With --require the command runs as a child, and gets the signals too; 3 if its own
 code is 0 and no process of it applied the patch.
+
 If apply() refuses the installed release or another package's patch, the process ends with that error.
 """
 

@@ -60,7 +60,7 @@ _GRACE: Final = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
-    options = "[--json FILE] [--plot FILE] [--splits BxG,...] [--windows N] [--step N]"
+    options = "[--json FILE] [--plot FILE] [--splits BxG,...]\n  [--windows N] [--step N]"
     parser.usage = f"%(prog)s [-h] {options} (train.py | -m module) ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
     parser.add_argument(

@@ -166,6 +166,17 @@ def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "'gradient-divided-twice'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS])
+def test_no_line_of_a_help_is_wider_than_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*filter(None, [name]), "--help"])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80 and "usage: hf-accum-fix" in printed
+
+
 # --- nobody reads the output, or several ranks write it ---------------------------------------------------------------
 
 
