@@ -57,6 +57,24 @@ def precision(path: Path) -> None:
     gradient_precision.picture(rows, path)
 
 
+def router(path: Path) -> None:
+    router_loss = load("router_loss", known_as="router_loss")
+    layers, experts = range(router_loss.LAYERS), router_loss.EXPERTS
+    load_of = [[(1 + 0.3 * (-1) ** k) / experts for k in range(experts)] for _ in layers]
+    by_domain = [[[1 / experts] * experts for _ in range(router_loss.DOMAINS)] for _ in layers]
+    router_loss.pictures(
+        [
+            router_loss.Look(
+                convention=convention, step=step, loss=3.8 / step, auxiliary=2 + 0.0001 * step,
+                information=0.3 + 1 / step, load=load_of, by_domain=by_domain,
+            )
+            for convention in router_loss.CONVENTIONS
+            for step in range(10, 160, 10)
+        ],
+        path,
+    )  # fmt: skip
+
+
 def loops(path: Path) -> None:
     rows = [
         {
@@ -86,7 +104,7 @@ def watched(path: Path) -> None:
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
-    its.__name__: its for its in (matrix, speed, precision, loops, monitors, watched)
+    its.__name__: its for its in (matrix, speed, precision, router, loops, monitors, watched)
 }
 
 
