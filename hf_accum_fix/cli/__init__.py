@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(text: str) -> None:
     """Write to stdout, on the first rank; a closed pipe or a full disk does not change the exit code."""
-    if os.environ.get("RANK", "0") != "0":
+    # RANK alone is that of a machine of a cluster, on which a user asks.
+    if "LOCAL_RANK" in os.environ and os.environ.get("RANK", "0") != "0":
         return
     with suppress(OSError):
         sys.stdout.write(text)

@@ -207,9 +207,11 @@ def test_a_pipe_that_nobody_reads_changes_no_exit_code(words: tuple[str, ...], c
 
 
 def test_one_rank_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, heard in (("0", True), ("1", False)):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for rank, local, heard in (("1", None, True), ("0", "0", True), ("1", "1", False)):
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
+        if local is not None:
+            monkeypatch.setenv("LOCAL_RANK", local)
         assert main(["explain"]) == 0 and main(["verify", "/no/such/script.py"]) == 2
         said = capsys.readouterr()
-        assert bool(said.out) == heard and bool(said.err) == heard, rank
+        assert bool(said.out) == heard and bool(said.err) == heard, (rank, local)

@@ -122,6 +122,8 @@ def test_labels_are_plain_whole_and_apart(name: str, tmp_path: Path, monkeypatch
         assert everything.x0 > -0.02 and everything.x1 * figure.dpi <= inside.x1 + 1, "cut at a side"
         assert everything.y0 > -0.02 and everything.y1 * figure.dpi <= inside.y1 + 1, "cut above or below"
         for axes in figure.axes:
+            titles = [each for each in (axes.title, axes.xaxis.label, axes.yaxis.label) if each.get_text()]
+            assert all(each.get_fontsize() >= 9 for each in titles), [each.get_text() for each in titles]
             for axis in (axes.xaxis, axes.yaxis):
                 check(axis)
 
