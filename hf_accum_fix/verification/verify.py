@@ -221,11 +221,14 @@ def _scenes(
 def _note_on(step: int, trainer: TrainerLike) -> list[str]:
     """A note if the training has no such step."""
     args: Any = trainer.args
-    dataset, steps = trainer.train_dataset, args.max_steps
+    dataset, steps = trainer.train_dataset, int(getattr(args, "max_steps", 0))
+    if not step:
+        return []
     if steps <= 0 and hasattr(dataset, "__len__"):
         a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks(trainer)
-        steps = math.ceil(args.num_train_epochs * math.ceil(len(dataset) / a_step))
-    return [f"step {step} is past the end: the training has {steps} steps"] if 0 < steps < step + (step > 0) else []
+        steps = math.ceil(getattr(args, "num_train_epochs", 0) * math.ceil(len(dataset) / a_step))
+    last = "1 step" if steps == 1 else f"{steps} steps"
+    return [f"step {step} is past the end: the training has {last}"] if 0 < steps <= step else []
 
 
 def _is_uniform(scene: Scene) -> bool:
