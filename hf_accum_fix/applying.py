@@ -13,6 +13,7 @@ from threading import RLock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_accum_fix.confirmation import is_quiet, on_line, print_line, print_once_per_job
 from hf_accum_fix.errors import AccumFixError, ForeignPatchError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.observations import recorded
 from hf_accum_fix.options import SWITCH, Options, enabled, options_from, shows_options
@@ -30,10 +31,6 @@ _LOG = logging.getLogger("hf_accum_fix")
 _LOCK = RLock()
 #: Holds the active handle of the process; survives a reload or a second import of this package.
 _MEMORY: Final[dict[str, Any]] = vars(sys.modules.setdefault("_hf_accum_fix_memory", ModuleType("memory")))
-
-QUIET: Final = "HF_ACCUM_FIX_QUIET"
-#: Set by the process that prints "is on", so that its children do not print it again.
-_ANNOUNCED: Final = "PYTHON_HF_ACCUM_FIX_ANNOUNCED"
 
 #: Seconds that a fork waits for a thread that applies or reverts.
 _FORK_WAITS: Final = 5.0
@@ -202,7 +199,7 @@ class PatchHandle:
             self._state = _State.APPLIED
         _log_patched(environment, self.plan)
         if not self._quiet:
-            _print_once_per_job(on_line(environment, self.plan))
+            print_once_per_job(on_line(environment, self.plan))
 
     def _watch(self, _: ModuleType) -> None:
         """Wrap on_train_begin, to check the methods as training begins: the hook at the import of callbacks."""
@@ -232,7 +229,7 @@ class PatchHandle:
             self._state, self._refusal = _State.REFUSED, error
             if self._deferred and not self._quiet:
                 # transformers hides an error in its imports behind "are this object's requirements defined correctly?".
-                _print(f"NOT on: {error}")
+                print_line(f"NOT on: {error}")
             raise
 
     def _at_train_begin(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,7 +257,7 @@ class PatchHandle:
     def _warn_if_never_imported(self) -> None:
         """Warn at exit if the process imported transformers, but never transformers.trainer."""
         if self.pending and not self._quiet and "transformers" in sys.modules:
-            _print_once_per_job(
+            print_once_per_job(
                 "NOT on: transformers.trainer was never imported, so apply() had no effect in this process"
             )
 
@@ -403,35 +400,6 @@ def _planned(options: Options) -> tuple[Environment, Plan]:
 
     environment = detect()
     return environment, make_plan(environment, options)
-
-
-def on_line(environment: Environment, plan: Plan) -> str:
-    """The line that reports that the patch is on."""
-    from hf_accum_fix import __version__
-
-    if plan.untested is not None:
-        return (
-            f"{__version__} is on and fits transformers {environment.transformers}, but {plan.untested}; "
-            "check your run: hf-accum-fix verify SCRIPT"
-        )
-    return f"{__version__} is on: transformers {environment.transformers}, {len(plan.fixed)} defects fixed"
-
-
-def is_quiet() -> bool:
-    """Whether the environment asks for no line about the patch."""
-    return os.environ.get(QUIET, "").strip().lower() not in ("", "0", "off", "false", "no")
-
-
-def _print_once_per_job(line: str) -> None:
-    if _ANNOUNCED not in os.environ:
-        _print(line)
-        os.environ[_ANNOUNCED] = "1"
-
-
-def _print(line: str) -> None:
-    """Print a line to stderr, if there is one and this is the first rank."""
-    if sys.stderr is not None and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
-        sys.stderr.write(f"hf-accum-fix: {line}\n")
 
 
 def _log_patched(environment: Environment, plan: Plan) -> None:

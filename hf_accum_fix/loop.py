@@ -25,6 +25,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderStateMixin
@@ -49,6 +50,7 @@ from hf_accum_fix.accumulation.reading import LossRun, is_of_forward
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
+from hf_accum_fix.confirmation import confirm_loop
 from hf_accum_fix.core.backward import WatchedBackward
 from hf_accum_fix.core.contracts import remarks
 from hf_accum_fix.core.count import WindowCounts
@@ -489,4 +491,6 @@ def accumulation_windows(
     split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"got ranks that split samples {split}; expected data-parallel ranks only")
-    return AccumulationWindows(dataloader, LoopHost(accelerator, steps, options_from(options, of_loops=True)))
+    windows = AccumulationWindows(dataloader, LoopHost(accelerator, steps, options_from(options, of_loops=True)))
+    confirm_loop(f"torch {torch.__version__}" + f", accelerate {accelerate.__version__}" * (accelerator is not None))
+    return windows

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import Seq2SeqTrainer, Trainer
 
 from hf_accum_fix import overrides
+from hf_accum_fix.confirmation import confirm_class
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import evaluation
@@ -50,7 +51,8 @@ class GlobalBatchMixin(_Base):
                 )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse unsupported setups, then train."""
+        """Refuse unsupported setups, confirm once per job, then train."""
+        confirm_class(type(self).__name__, self.global_batch_options)
         return overrides.train(super().train, self, args, kwargs, options=self.global_batch_options)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

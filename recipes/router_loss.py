@@ -195,9 +195,10 @@ def table(looks: list[Look]) -> str:
 
 def pictures(looks: list[Look], path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    curves, global_load, domains = figure.subfigures(3, 1, height_ratios=(1.2, 0.8, 1.2))
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    curves, global_load, domains = figure.subfigures(3, 1, height_ratios=(1.2, 0.9, 1.2))
     for panel, name, title in zip(
         curves.subplots(1, 3),
         ("loss", "auxiliary", "information"),
@@ -207,9 +208,14 @@ def pictures(looks: list[Look], path: Path) -> None:
         for convention in CONVENTIONS:
             own = [each for each in looks if each.convention == convention]
             panel.plot([each.step for each in own], [getattr(each, name) for each in own], label=convention)
-        panel.set_title(title, fontsize=9)
-        panel.set_xlabel("optimizer step", fontsize=8)
-    curves.axes[0].legend(fontsize=8)
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("optimizer step")
+        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
+        panel.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.grid(color="0.92")
+        panel.spines[["top", "right"]].set_visible(False)
+    curves.axes[0].legend(frameon=False)
     last = {each.convention: each for each in looks}
     bars = global_load.subplots(1, len(CONVENTIONS), sharey=True)
     for panel, convention in zip(bars, CONVENTIONS, strict=True):
@@ -218,18 +224,25 @@ def pictures(looks: list[Look], path: Path) -> None:
             places = [expert + (layer - 1) * 0.27 for expert in range(EXPERTS)]
             panel.bar(places, load[layer].tolist(), width=0.25)
         panel.axhline(1, color="grey", linewidth=0.8)
-        panel.set_title(f"{convention}: load of each expert, by layer", fontsize=8)
-    bars[0].set_ylabel("times its share", fontsize=8)
+        panel.set_title(f"{convention}: load, by layer", fontsize=10)
+        panel.set_xlabel("expert")
+        panel.set_xticks(range(EXPERTS))
+        panel.spines[["top", "right"]].set_visible(False)
+    bars[0].yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
+    bars[0].yaxis.set_major_formatter("{x:g}")
+    bars[0].set_ylabel("times its share")
     panels = domains.subplots(1, len(CONVENTIONS), sharey=True)
     for panel, convention in zip(panels, CONVENTIONS, strict=True):
         image = [[share * EXPERTS for share in row] for row in last[convention].by_domain[-1]]
         drawn = panel.imshow(image, vmin=0, vmax=EXPERTS / TOP_K, aspect="auto", cmap="viridis")
-        panel.set_title(f"{convention}: last layer, by domain", fontsize=8)
-        panel.set_xlabel("expert", fontsize=8)
+        panel.set_title(f"{convention}: last layer, by domain", fontsize=10)
+        panel.set_xlabel("expert")
+        panel.set_xticks(range(EXPERTS))
     panels[0].set_yticks(range(DOMAINS))
-    panels[0].set_ylabel("domain", fontsize=8)
-    domains.colorbar(drawn, ax=list(panels), label="times its share", shrink=0.8)
-    figure.savefig(path, dpi=110)
+    panels[0].set_ylabel("domain")
+    colours = domains.colorbar(drawn, ax=list(panels), label="times its share", shrink=0.9)
+    colours.ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    figure.savefig(path, dpi=150)
 
 
 # ---- 4. The run -------------------------------------------------------------------------------------------

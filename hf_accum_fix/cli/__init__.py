@@ -7,13 +7,15 @@ The module holds ``add_arguments(parser)``, ``execute(arguments) -> exit code``,
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Final
+from typing import Final, TextIO
 
 from hf_accum_fix import __version__
 from hf_accum_fix.errors import AccumFixError, OptionsError
@@ -51,32 +53,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parsed(argv, name)
         code: int = import_module(f"{__name__}.{arguments.name}").execute(arguments)
     except AccumFixError as error:
-        sys.stderr.write(f"hf-accum-fix {name}: {error}\n")
-        return WRONG_USAGE if isinstance(error, OptionsError) else COULD_NOT_TELL
+        complain(f"hf-accum-fix {name}: {error}")
+        code = WRONG_USAGE if isinstance(error, OptionsError) else COULD_NOT_TELL
     except KeyboardInterrupt:
-        sys.stderr.write(f"hf-accum-fix {name}: interrupted\n")
-        return COULD_NOT_TELL
+        complain(f"hf-accum-fix {name}: interrupted")
+        code = COULD_NOT_TELL
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"hf-accum-fix {name}: {error}; install it, or reinstall hf-accum-fix\n")
-        return COULD_NOT_TELL
+        complain(f"hf-accum-fix {name}: {error}; install it, or reinstall hf-accum-fix")
+        code = COULD_NOT_TELL
     except Exception:
         # Python's exit code for a crash, 1, would mean "affected".
-        traceback.print_exc()
-        return COULD_NOT_TELL
+        complain(traceback.format_exc().rstrip())
+        code = COULD_NOT_TELL
+    finally:
+        # argparse has written to them, too.
+        for stream in (sys.stdout, sys.stderr):
+            _flush(stream)
     return code
 
 
 def write(text: str) -> None:
-    """Write to stdout; a closed pipe or a full disk does not change the exit code."""
-    try:
+    """Write to stdout, on the first rank; a closed pipe or a full disk does not change the exit code."""
+    # RANK alone is that of a machine of a cluster, on which a user asks.
+    if "LOCAL_RANK" in os.environ and os.environ.get("RANK", "0") != "0":
+        return
+    with suppress(OSError):
         sys.stdout.write(text)
-        sys.stdout.flush()
+    error = _flush(sys.stdout)
+    if error is not None and error.errno != errno.EPIPE:
+        complain(f"hf-accum-fix: cannot write the report: {error.strerror}")
+
+
+def complain(text: str) -> None:
+    """Write a line to stderr, on the first rank of each machine; a closed pipe does not change the exit code."""
+    if text and sys.stderr is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(OSError):
+            sys.stderr.write(f"{text}\n")
+        _flush(sys.stderr)
+
+
+def _flush(stream: TextIO | None) -> OSError | None:
+    """Flush; if that fails, drop what is not written: Python flushes again at exit, and would exit with 120."""
+    if stream is None:
+        return None
+    try:
+        stream.flush()
     except OSError as error:
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"hf-accum-fix: cannot write the report: {error.strerror}\n")
-        # Python flushes stdout again at exit.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None
+
+
+def _filled(text: str) -> str:
+    """Paragraphs in 80 columns; one with an indented line, such as a table, line by line."""
+
+    def fill(paragraph: str) -> str:
+        lines = paragraph.splitlines() if "\n " in paragraph else [paragraph]
+        return "\n".join(
+            textwrap.fill(line, 80, subsequent_indent="     " if line[:1] == " " else "") for line in lines
+        )
+
+    return "\n\n".join(map(fill, text.strip().split("\n\n")))
 
 
 def _parsed(argv: Sequence[str], asked: str) -> argparse.Namespace:
@@ -89,7 +127,7 @@ def _parsed(argv: Sequence[str], asked: str) -> argparse.Namespace:
         command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == asked:
             module = import_module(f"{__name__}.{name}")
-            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
+            command.description, command.epilog = _filled(module.DESCRIPTION), _filled(module.EPILOG)
             module.add_arguments(command)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_accum_fix.accumulation.reduction import Reduction
+from hf_accum_fix.confirmation import unconfirmed
 from hf_accum_fix.errors import AccumFixError, ContractError, OptionsError
 from hf_accum_fix.observations import recorded
 from hf_accum_fix.options import SWITCH, enabled
@@ -203,7 +204,8 @@ def _trained(model: Any) -> tuple[Any, dict[str, Any]]:
         )
         trainer = GlobalBatchTrainer(model=model, args=arguments, train_dataset=samples, data_collator=_batch)
         trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
+        with unconfirmed():
+            trainer.train()
     *_, run = recorded()
     return trainer, run
 

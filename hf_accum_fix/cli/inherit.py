@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final
 
+from hf_accum_fix.cli.require import report_on
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, on_the_command_line
 
@@ -75,15 +77,36 @@ def apply_inherited() -> str:
             ImportError about missing requirements, which scripts catch and continue without the Trainer.
     """
     from hf_accum_fix import __version__, apply
-    from hf_accum_fix.applying import is_quiet, on_line
+    from hf_accum_fix.confirmation import is_quiet, on_line
     from hf_accum_fix.upstream.environment import detect
 
     try:
         handle = apply(**vars(inherited_options(os.environ)))
     except AccumFixError as error:
-        raise SystemExit(f"hf-accum-fix: {error}") from error
+        raise SystemExit(
+            f"hf-accum-fix: {error}" if _is_first_to_say(os.environ.get("TORCHELASTIC_ERROR_FILE")) else 1
+        ) from error
+    if handle.active:
+        report_on()
     if is_quiet():
         return ""
     if not handle.active:
         return f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}"
     return on_line(detect(), handle.plan)
+
+
+@cache
+def _is_first_to_say(place: str | None) -> bool:
+    """Whether no other rank of this machine has said it: torchrun ends all as soon as one ends, so not the first rank.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: the folder above is that of this attempt.
+    """
+    if place is None:
+        return True
+    try:
+        os.close(os.open(Path(place).parents[1] / "hf_accum_fix", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except (OSError, IndexError):
+        return True
+    return True

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -102,8 +103,9 @@ def _answer(trainer: Any, request: Request) -> None:
         answer = {"code": WRONG_USAGE, "text": "", "error": f"hf-accum-fix verify: {error}\n", "report": None}
     except BaseException:
         answer = {"code": COULD_NOT_TELL, "text": "", "error": traceback.format_exc(), "report": None}
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     # Every rank has the same answer; replace the file at once, because the command polls for it.
     draft = Path(request.folder, f"{os.getpid()}.json")
     draft.write_text(json.dumps(answer), encoding="utf-8")

@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hf_accum_fix.cli import complain
 from hf_accum_fix.cli.inherit import environment_for
+from hf_accum_fix.cli.require import run_required
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import SWITCH, Options, enabled, on_the_command_line
 
@@ -28,6 +29,9 @@ HF_ACCUM_FIX=0 runs the command without the patch.
 EPILOG: Final = """\
 exit code: the command's own, which replaces this process and so gets its signals;
 2 wrong usage, 126 the command cannot be run, 127 the command is not found.
+With --require the command runs as a child, and gets the signals too; 3 if its own
+code is 0 and no process of it applied the patch.
+
 If apply() refuses the installed release or another package's patch, the process ends with that error.
 """
 
@@ -52,7 +56,10 @@ _TAKING_A_VALUE: Final = "WX"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
-    parser.usage = "%(prog)s [-h] [options of apply()] CMD ..."
+    parser.usage = "%(prog)s [-h] [--require] [options of apply()] CMD ..."
+    parser.add_argument(
+        "--require", action="store_true", help="fail if no process of the command applied the patch (exit code 3)"
+    )
     for option in on_the_command_line():
         flag, default = f"--{option.name.replace('_', '-')}", option.default
         settings: dict[str, Any] = {"help": option.metadata["help"], "default": default}
@@ -66,10 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Replace this process by the command.
+    """Replace this process by the command, or run it as a child.
 
     Returns:
-        The command's exit code on Windows, where it runs as a child; 126 or 127 if it cannot be run.
+        The command's exit code where it runs as a child (on Windows, and with --require); 126 or 127 if it cannot be
+        run.
 
     Raises:
         OptionsError: if there is no command, or it starts a Python that ignores PYTHONPATH.
@@ -85,15 +93,22 @@ def execute(arguments: argparse.Namespace) -> int:
         _refuse_cleaned_environment(command)
         _refuse_deaf_python(command)
         environment = environment_for(options, os.environ)
+    elif arguments.require:
+        raise OptionsError(
+            f"got --require and {SWITCH}={os.environ[SWITCH]}, which switches the patch off; expected one of them; "
+            "omit --require"
+        )
     else:
-        sys.stderr.write(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs without the patch\n")
+        complain(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs without the patch")
         environment = dict(os.environ)
     try:
+        if arguments.require:
+            return run_required(command, environment)
         if os.name == "posix":
             os.execvpe(command[0], command, environment)
         return subprocess.run(command, env=environment, check=False).returncode
     except OSError as error:
-        sys.stderr.write(f"hf-accum-fix: {command[0]}: {error.strerror}\n")
+        complain(f"hf-accum-fix: {command[0]}: {error.strerror}")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_RUN
 
 

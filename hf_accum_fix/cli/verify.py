@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import psutil
 
-from hf_accum_fix.cli import write
+from hf_accum_fix.cli import complain, write
 from hf_accum_fix.cli.instead import ANSWER, Request
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
@@ -60,7 +60,7 @@ _GRACE: Final = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
-    options = "[--json FILE] [--plot FILE] [--splits BxG,...] [--windows N] [--step N]"
+    options = "[--json FILE] [--plot FILE] [--splits BxG,...]\n  [--windows N] [--step N]"
     parser.usage = f"%(prog)s [-h] {options} (train.py | -m module) ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
     parser.add_argument(
@@ -118,7 +118,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 "script that trains with transformers.Trainer"
             )
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(answer["error"])
+            complain(answer["error"].rstrip())
             write(f"{answer['text']}\n" if answer["text"] else "")
             if arguments.json is not None and answer["report"] is not None:
                 with _reported(arguments.json):
@@ -128,7 +128,8 @@ def execute(arguments: argparse.Namespace) -> int:
                 with _reported(arguments.plot):
                     shutil.copyfile(drawn, arguments.plot)
     if answer["code"]:
-        _show_last(answer["text"] or answer["error"])
+        report = answer["report"]
+        _show_last(report["verdict"]["words"] if report else answer["error"].rstrip().rpartition("\n")[2])
     return int(answer["code"])
 
 
@@ -138,11 +139,11 @@ def _reported(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        sys.stderr.write(f"hf-accum-fix verify: cannot write {path}: {error.strerror}\n")
+        complain(f"hf-accum-fix verify: cannot write {path}: {error.strerror}")
 
 
-def _show_last(text: str) -> None:
-    """Make a launcher print the report last: for every exit code but 0 it prints an error of its own.
+def _show_last(line: str) -> None:
+    """Make a launcher print the verdict last: for every exit code but 0 it prints an error of its own, for each rank.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: torchrun prints that file as the root cause.
     """
@@ -150,11 +151,11 @@ def _show_last(text: str) -> None:
     launcher = psutil.Process().parent()
     with suppress(OSError, psutil.Error):
         if place is not None:
-            cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+            cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(place).write_text(json.dumps({"message": cause}), encoding="utf-8")
         elif launcher is not None and any("accelerate" in word for word in launcher.cmdline()[:3]):
             # accelerate starts a single process without torchrun, and prints a traceback after it.
-            words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), text.partition("\n")[0]]
+            words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), line]
             subprocess.Popen(words, start_new_session=os.name == "posix")
 
 
@@ -171,7 +172,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
             raise OptionsError(f"got -m {named}; expected a module that python -m finds")
         return [sys.executable, "-m", named, *arguments.words]
     if not Path(named).is_file():
-        raise OptionsError(f"got {named}, which does not exist; expected a Python script")
+        what = "is a folder" if Path(named).is_dir() else "does not exist"
+        raise OptionsError(f"got {named}, which {what}; expected a Python script, or -m and a module; check the path")
     return [sys.executable, named, *arguments.words]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Final
 
-from hf_accum_fix.cli import COULD_NOT_TELL, write
+from hf_accum_fix.cli import COULD_NOT_TELL, complain, write
 
 DESCRIPTION: Final = (
     "Print the trend and noise of a run's loss, its gradient norms and its alarms, and draw them; of several runs, "
@@ -53,7 +52,7 @@ def execute(arguments: argparse.Namespace) -> int:
     try:
         return _followed(arguments) if arguments.follow is not None else _watched(arguments)
     except LogsError as error:
-        _complain(within(f"hf-accum-fix watch: {error}"))
+        complain(within(f"hf-accum-fix watch: {error}"))
         return COULD_NOT_TELL
 
 
@@ -69,10 +68,10 @@ def _followed(arguments: argparse.Namespace) -> int:
 
 
 def _watched(arguments: argparse.Namespace) -> int:
-    from hf_accum_fix.monitor.progress import Progress
     from hf_accum_fix.monitor.run_logs import Logs
     from hf_accum_fix.monitor.series import LogsError, Run, printable
     from hf_accum_fix.monitor.watch import look, within
+    from hf_accum_fix.progress import Progress
 
     progress, unread, runs = Progress(), list[str](), list[Run]()
     try:
@@ -91,11 +90,7 @@ def _watched(arguments: argparse.Namespace) -> int:
     try:
         write_picture(runs, arguments.output)
     except LogsError as error:
-        _complain(within(f"hf-accum-fix watch: {error}"))
+        complain(within(f"hf-accum-fix watch: {error}"))
         return found.exit_code or COULD_NOT_TELL
     write(within(f"\npicture: {printable(str(arguments.output))}\n"))
     return found.exit_code
-
-
-def _complain(text: str) -> None:
-    sys.stderr.write(text + "\n")

@@ -67,7 +67,7 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
     for name, panel in axes.items():
         _set_axis(panel, name)
     axes["loss"].set_title(
-        "loss and twice its noise from log to log; dotted: first alarms; dashed: no longer finite", fontsize="small"
+        "loss and twice its noise from log to log; dotted: first alarms; dashed: no longer finite", fontsize=9
     )
     columns = 1 if max(map(len, names)) > _LONG else 2
     figure.legend(loc="outside lower center", fontsize="small", frameon=False, ncols=columns)

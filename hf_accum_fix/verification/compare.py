@@ -103,7 +103,7 @@ def _hidden_factor(reference: Reference, least: float) -> float | None:
 
 
 def _exact(run: DryRun, router: Gradient | None, logged: float | None, tolerance: float) -> Verdict:
-    words = "exact to the floor"
+    words = "exact"
     # A router loss that the trainer itself adds is not a term of the contract.
     if router is not None or run.convention is Convention.EXACT:
         words += f", the router's loss {run.convention}"

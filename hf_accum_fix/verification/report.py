@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.reporting import table
+from hf_accum_fix.reporting import table, wrapped
 
 STOCK: Final = "stock"
 PATCHED: Final = "apply()"
 
-_COLUMNS: Final = ("window", "split", "mode", "norm ratio", "error", "cosine", "log ratio", "verdict")
+_COLUMNS: Final = ("split", "mode", "gradient", "error", "logged", "answer")
 #: Largest 1 - cosine of a multiple of the right gradient, in squares of its error.
 _PARALLEL: Final = 0.05
 _EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
@@ -84,17 +84,22 @@ class SplitResult:
     @property
     def split(self) -> str:
         """Samples x accumulation steps, as the tables show it."""
-        short = f", {self.micro_batches} run" if self.micro_batches != self.steps else ""
+        short = f" ({self.micro_batches} of {self.steps})" if self.is_short else ""
         return f"{self.per_device} x {self.steps}{short}"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the window has fewer micro-batches than accumulation steps."""
+        return self.micro_batches != self.steps
 
     @property
     def amount(self) -> str:
         """The error of the gradient: too large, too small, or another direction; else the words of the verdict."""
         if self.verdict.kind is not Kind.OFF or self.error is None:
-            return self.verdict.words.replace("exact to the floor", "exact", 1)
+            return self.verdict.words
         ratio = self.norm_ratio or 0.0
         if self.cosine is None or self.cosine < 1 - _PARALLEL * self.error**2 or not 0 < ratio < inf:
-            return f"off by {self.error:.2g}"
+            return f"relative error {self.error:.2g}"
         return f"{ratio:.4g}x too large" if ratio > 1 else f"{1 / ratio:.4g}x too small"
 
     @property
@@ -187,7 +192,7 @@ class VerificationReport:
         }
 
     def to_text(self) -> str:
-        """The report as text with tables."""
+        """The report as text with tables, in 80 columns."""
         about = (
             f"{self.trainer} of {self.head} on transformers {self.transformers}, W = {self.world_size}: {self.active}"
         )
@@ -197,10 +202,10 @@ class VerificationReport:
         if self.reference:
             counts = ", ".join(_batch(*each) for each in zip(self.samples, self.items, strict=True))
             lines.append(f"global batch: {counts}; reference: {self.reference}")
-            lines.append(f"noise floor {self.floor:.1e}, exact up to {self.tolerance:.1e}")
-        lines += [f"note: {note}" for note in self.notes]
+            lines.append(f"exact: a relative error up to {self.tolerance:.1e}; the noise is {self.floor:.1e}")
+        lines = _wrapped(*lines, *(f"note: {note}" for note in self.notes))
         if self.results:
-            lines += ["", *table(_COLUMNS, [_cells(result) for result in self.results])]
+            lines += ["", *_rows(self.results)]
         if self.evaluation:
             rows = [
                 (str(each.per_device), each.mode, f"{each.eval_loss:.6g}", f"{each.item_mean:.6g}", f"{each.error:.1e}")
@@ -253,9 +258,11 @@ def judge(results: Sequence[SplitResult]) -> Verdict:
     off = [result for result in known if result.verdict.kind is Kind.OFF]
     if off:
         worst = _worst(off)
-        return Verdict(Kind.OFF, f"{worst.verdict} (split {worst.split}; {len(off)} of {len(known)} splits are off)")
-    left = f"; {len(results) - len(known)} splits have no answer" if len(known) < len(results) else ""
-    return Verdict(Kind.EXACT, f"{known[0].verdict} for {len(known)} splits{left}")
+        number = f"{len(off)} of {len(known)} splits {'is' if len(off) == 1 else 'are'} off"
+        return Verdict(Kind.OFF, f"{worst.verdict} (split {worst.split}; {number})")
+    unanswered = len(results) - len(known)
+    left = f"; {_number_of(unanswered, 'split')} without an answer" if unanswered else ""
+    return Verdict(Kind.EXACT, f"{known[0].verdict} for {_number_of(len(known), 'split')}{left}")
 
 
 def judge_own(
@@ -267,16 +274,17 @@ def judge_own(
     if found.kind is Kind.COULD_NOT_TELL:
         return found
     shown = _worst([each for each in here if each.verdict.kind is found.kind])
-    place = f"at your {shown.split}" if owns else f"at {shown.split}, your {own[0]} x {own[1]} was not run"
+    place = f"at your {shown.split}" if owns else f"at {shown.split}"
+    left_out = "" if owns else f"; your own {own[0]} x {own[1]} is not among the splits"
     if found.kind is Kind.EXACT:
-        return Verdict(Kind.EXACT, shown.amount.replace("exact", f"exact {place}", 1))
+        return Verdict(Kind.EXACT, shown.amount.replace("exact", f"exact {place}", 1) + left_out)
     words = f"{shown.amount} {place}" + (f" ({shown.why})" if shown.why else "")
     patched = [each for each in owns or results if each.mode == PATCHED]
     if active == PATCHED or not patched:
-        return Verdict(Kind.OFF, words)
+        return Verdict(Kind.OFF, words + left_out)
     kind = judge(patched).kind
     makes = {Kind.EXACT: "makes it exact", Kind.OFF: "leaves it off", Kind.COULD_NOT_TELL: "could not be run"}
-    return Verdict(Kind.OFF, f"{words}; apply() {makes[kind]}")
+    return Verdict(Kind.OFF, f"{words}; apply() {makes[kind]}{left_out}")
 
 
 def also_looked_at(results: Sequence[SplitResult], own: tuple[int, int]) -> list[str]:
@@ -300,20 +308,54 @@ def _plain(verdict: Verdict) -> dict[str, str]:
 
 
 def _batch(samples: int, items: float | None) -> str:
-    return f"{samples} samples" if items is None else f"{samples} samples with {items:g} items"
+    counted = _number_of(samples, "sample")
+    return counted if items is None else f"{counted} with {_number_of(items, 'item')}"
+
+
+def _number_of(count: float, what: str) -> str:
+    return f"{count:g} {what}{'' if count == 1 else 's'}"
+
+
+def _rows(results: Sequence[SplitResult]) -> list[str]:
+    """The table, each reason below its row."""
+    several = len({each.window for each in results}) > 1
+    head = (*("window",) * several, *_COLUMNS)
+    cells = [(*(str(each.window),) * several, *_cells(each)) for each in results]
+    lines, rows = table(head, cells)[:2], table(head, cells)[2:]
+    for row, result in zip(rows, results, strict=True):
+        lines += [row, *_wrapped(_reason(result), indent=4)]
+    if any(each.is_short for each in results):
+        lines += wrapped("(k of G): a short last window, k micro-batches at G accumulation steps")
+    return lines
+
+
+def _wrapped(*paragraphs: str, indent: int = 0) -> list[str]:
+    """Lines of at most 80 columns; a split such as 2 x 8 stays together."""
+    together = (each.replace(" x ", "\xa0x\xa0") for each in paragraphs)
+    return [line.replace("\xa0", " ") for line in wrapped(*together, indent=indent)]
+
+
+def _reason(result: SplitResult) -> str:
+    """What the row does not show; empty for an exact one."""
+    words, kind = result.verdict.words, result.verdict.kind
+    if kind is Kind.EXACT:
+        return words.removeprefix("exact").lstrip(",; ")
+    if kind is Kind.COULD_NOT_TELL:
+        return words
+    parallel = result.cosine is None or result.cosine > 0.9995
+    turned = "" if parallel else f"another direction, cosine {result.cosine:.3g}: "
+    named = f" [{', '.join(result.defects)}]" if result.defects else ""
+    return f"{turned}{result.why}{named}"
 
 
 def _cells(result: SplitResult) -> tuple[str, ...]:
-    named = f" [{', '.join(result.defects)}]" if result.defects else ""
     return (
-        str(result.window),
         result.split,
         result.mode,
-        _number(result.norm_ratio, ".6g"),
+        _number(result.norm_ratio, ".4g"),
         _number(result.error, ".1e"),
-        _number(result.cosine, ".6f"),
-        _number(result.loss_ratio, ".6g"),
-        f"{result.verdict}{named}",
+        _number(result.loss_ratio, ".4g"),
+        {Kind.EXACT: "exact", Kind.OFF: "off"}.get(result.verdict.kind, "-"),
     )
 
 

@@ -13,6 +13,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.accumulation.preserve import KeepsStorages, eagerly, overridden
 from hf_accum_fix.applying import active_handle, apply
+from hf_accum_fix.confirmation import unconfirmed
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -31,6 +32,7 @@ def restored(trainer: TrainerLike) -> Iterator[WholeState]:
         # report() lists training runs only.
         overridden(observations, "_RUNS", []),
         _quiet(),
+        unconfirmed(),
         eagerly(),
         WholeState(trainer.model, trainer, follow_modules=True) as state,
         KeepsStorages(state),

@@ -50,31 +50,35 @@ def micro_batches(rows: Sequence[Any], per_device: int, collate: Collate) -> lis
     return [collate(list(rows[at : at + per_device])) for at in range(0, len(rows), per_device)]
 
 
-def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | None) -> list[tuple[int, int]]:
+def splits_of(
+    samples: int, own: tuple[int, int], asked: Sequence[tuple[int, int] | int] | None
+) -> list[tuple[int, int]]:
     """The splits of this rank's samples to verify, as pairs (samples per micro-batch, accumulation steps).
 
-    They are those asked for, or the two extremes, ``own``, and a ragged one.
+    They are those asked for, or ``own``, the two extremes, and a ragged one.
 
     Raises:
         OptionsError: if a split does not hold the samples.
     """
     if asked is None:
-        found = [
-            (size, -(-samples // size)) for size in dict.fromkeys(min(size, samples) for size in (own, samples, 1))
-        ]
+        found = [own, *((size, -(-samples // size)) for size in dict.fromkeys((samples, 1)) if size != own[0])]
         if samples > 1:
             ragged = next((size for size in range(2, samples) if samples % size), 1)
             found.append((ragged, -(-samples // ragged) + 1))
         return found
     pairs = [(each, -(-samples // each)) if isinstance(each, int) and each > 0 else each for each in asked]
+    example = -(-samples // 2)
+    shown = f"such as splits=[1, (2, {example})], on the command line --splits 1x{samples},2x{example}"
     if not pairs:
-        raise OptionsError("got splits=[]; expected at least one split, or None for the usual ones")
+        raise OptionsError(f"got splits=[]; expected at least one split, or None for the usual ones; {shown}")
     for pair in pairs:
         fits = isinstance(pair, tuple) and len(pair) == 2 and 1 <= pair[0] <= samples <= pair[0] * pair[1]
-        if not fits:
+        if not fits and pair != own:
+            got = "x".join(map(str, pair)) if isinstance(pair, tuple) else repr(pair)
+            number = f"{samples} sample{'' if samples == 1 else 's'}"
             raise OptionsError(
-                f"got {pair!r} in splits; expected pairs (samples per micro-batch, accumulation steps) that hold "
-                f"the {samples} samples of a rank, or only the first, such as splits=[1, (2, {-(-samples // 2)})]"
+                f"got {got} in splits; expected samples per micro-batch x accumulation steps that hold the {number} of "
+                f"a rank, with no more samples per micro-batch; {shown}"
             )
     return [pair for pair in pairs if isinstance(pair, tuple)]
 
@@ -109,7 +113,8 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
         notes.append(f"the samples are of several tasks; only those with {describe(kind)} were split")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
-        notes.append(f"the data has {len(rows)} samples for a rank, fewer than the {windows * size} requested")
+        number = f"{len(rows)} sample{'' if len(rows) == 1 else 's'}"
+        notes.append(f"the data has {number} for a rank, fewer than the {windows * size} requested")
     collate = fresh(collate)
     if _is_random(collate, list(groups[0])):
         notes.append("the collator is random: each sample was collated once, alone, and padded on the right")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -12,11 +13,13 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 
 from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.live import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.session import settled_contract
 from hf_accum_fix.overrides.training import check_setup
+from hf_accum_fix.progress import Progress
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
@@ -85,8 +88,11 @@ def verify(
     )
     try:
         _check(trainer)
-        with restored(trainer) as state:
-            report = _verified(trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step)
+        progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
+        with progress.kept_up(), restored(trainer) as state:
+            report = _verified(
+                trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, progress.say
+            )
             lost = tuple(f"{each} was read or written and cannot be put back" for each in state.lost())
             return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
@@ -125,14 +131,16 @@ def _verified(
     with_apply: bool,
     eval_samples: int,
     step: int,
+    say: Callable[[str], None],
 ) -> VerificationReport:
     """Draw samples, compute the references, run every split in every mode, evaluate."""
     options = options_of(trainer)
     own = size, _ = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
     notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
     notes += _not_looked_at(trainer)
+    say("verify: drawing samples")
     drawn = draw(copy_for_split(trainer, *own), windows, samples)
-    notes += drawn.notes
+    notes += [*drawn.notes, *_note_on(step, trainer)]
     modes = [STOCK, PATCHED] if with_apply and enabled() else [STOCK if with_apply else blank.active]
     if with_apply and not enabled():
         notes.append(f"apply() was not run: {SWITCH}={os.environ[SWITCH]}")
@@ -140,18 +148,21 @@ def _verified(
     references: list[Reference] = []
     results: list[SplitResult] = []
     owns: list[SplitResult] = []
+    say("verify: observing the loss")
     for window, scene in enumerate(_scenes(trainer, drawn, options, windows, samples is None, step, notes)):
         scenes.append(scene)
+        of_window = f"verify: window {window + 1}, " if window else "verify: "
+        say(f"{of_window}the reference: {len(scene.every)} samples")
         references.append(compute(scene, reference, size))
-        own_split = splits_of(len(scene.rows), size, None)[0]
-        here = [
-            compare(trainer, Split(scene, *split), references[-1], window, mode, options, step)
-            for split in splits_of(len(scene.rows), size, splits)
-            for mode in modes
-        ]
+        to_run = [(split, mode) for split in splits_of(len(scene.rows), own, splits) for mode in modes]
+        here: list[SplitResult] = []
+        for number, (split, mode) in enumerate(to_run, start=1):
+            say(f"{of_window}split {number} of {len(to_run)}: {split[0]} x {split[1]}, {mode}")
+            here.append(compare(trainer, Split(scene, *split), references[-1], window, mode, options, step))
         results += here
-        owns += [each for each in here if (each.per_device, each.steps) == own_split]
+        owns += [each for each in here if (each.per_device, each.steps) == own]
         notes += [*references[-1].notes, *_notes_on(scene, references[-1], here, options, own)]
+    say("verify: eval_loss")
     evaluated, reason = evaluate(trainer, scene, eval_samples, modes, options)
     return replace(
         blank,
@@ -159,7 +170,7 @@ def _verified(
         contract=str(scene.contract),
         evaluation=evaluated,
         verdict=judge_own(results, owns, blank.active, own),
-        own=own_split,
+        own=own,
         samples=tuple(len(each.every) for each in scenes),
         items=tuple(each.count(each.every) for each in scenes),
         reference=references[0].words,
@@ -205,6 +216,19 @@ def _scenes(
                 yield scene_of(further, rows)
                 return
     notes.append("all samples have equally many items: whether micro-batches are weighted by items was not tested")
+
+
+def _note_on(step: int, trainer: TrainerLike) -> list[str]:
+    """A note if the training has no such step."""
+    args: Any = trainer.args
+    dataset, steps = trainer.train_dataset, int(getattr(args, "max_steps", 0))
+    if not step:
+        return []
+    if steps <= 0 and hasattr(dataset, "__len__"):
+        a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks(trainer)
+        steps = math.ceil(getattr(args, "num_train_epochs", 0) * math.ceil(len(dataset) / a_step))
+    last = "1 step" if steps == 1 else f"{steps} steps"
+    return [f"step {step} is past the end: the training has {last}"] if 0 < steps <= step else []
 
 
 def _is_uniform(scene: Scene) -> bool:

@@ -329,6 +329,19 @@ def test_a_refusal_is_no_error_that_a_script_catches(monkeypatch: pytest.MonkeyP
     assert hf_accum_fix.active_handle() is None
 
 
+def test_one_rank_of_a_machine_says_that_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whichever is first: torchrun ends the others as soon as it ends."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(Trainer, "compute_loss", theirs)
+    for rank in ("1", "0"):
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        for _ in range(2):  # a script that catches the first one
+            with pytest.raises(SystemExit) as end:
+                apply_inherited()
+            assert "compute_loss" in str(end.value) if rank == "1" else end.value.code == 1
+
+
 def test_switched_off_it_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ACCUM_FIX", "0")
     assert apply_inherited() == f"{hf_accum_fix.__version__} is off: HF_ACCUM_FIX=0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -18,7 +20,7 @@ from hf_accum_fix.cli.explain import explanation
 from hf_accum_fix.errors import OptionsError, SeamError
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Factor
 from hf_accum_fix.upstream.engine_defects import ENGINE_DEFECTS, EngineDefect
-from tests.cli.processes import environment, start, with_bytecode_in
+from tests.cli.processes import ROOT, environment, start, with_bytecode_in
 
 #: Seconds of processor time, of a machine that may be busy; on a quiet one they start in less than 0.1.
 QUICK = 0.3
@@ -162,3 +164,54 @@ def test_the_equations_stand_one_above_the_other() -> None:
 def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "gradient-divided-thrice"]) == 2
     assert "'gradient-divided-twice'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS])
+def test_no_line_of_a_help_is_wider_than_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*filter(None, [name]), "--help"])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80 and "usage: hf-accum-fix" in printed
+
+
+# --- nobody reads the output, or several ranks write it ---------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pipe that nobody reads ends a process otherwise there")
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("explain",), 0),
+        (("explain", "no-such-defect"), 2),
+        (("verify", "/no/such/script.py"), 2),
+        (("verify", "--nosuch"), 2),
+        (("run",), 2),
+        (("run", "no-such-command"), 127),
+        (("watch", "/no/such/log"), 3),
+        (("--nosuch",), 2),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_a_pipe_that_nobody_reads_changes_no_exit_code(words: tuple[str, ...], code: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "hf_accum_fix", *words]
+        done = subprocess.run(command, env=environment(), cwd=ROOT, stdout=writing, stderr=writing, check=False)
+    finally:
+        os.close(writing)
+    assert done.returncode == code
+
+
+def test_one_rank_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for rank, local, heard in (("1", None, True), ("0", "0", True), ("1", "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        if local is not None:
+            monkeypatch.setenv("LOCAL_RANK", local)
+        assert main(["explain"]) == 0 and main(["verify", "/no/such/script.py"]) == 2
+        said = capsys.readouterr()
+        assert bool(said.out) == heard and bool(said.err) == heard, (rank, local)

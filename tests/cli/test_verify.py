@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -58,6 +59,18 @@ def test_a_report_that_cannot_be_written_changes_no_exit_code(script: Path) -> N
     assert gone.returncode == 1 and b"Traceback" not in gone.stderr, gone
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a pipe that nobody reads ends a process otherwise there")
+@pytest.mark.parametrize(("splits", "code"), [("2x4", 1), ("1x2", 2)])
+def test_a_pipe_that_nobody_reads_changes_no_exit_code(splits: str, code: int, script: Path) -> None:
+    """As in ``hf-accum-fix verify ... 2>&1 | head -1``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [str(each) for each in (*VERIFY, "--splits", splits, script)]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, stdout=writing, stderr=writing, check=False)
+    os.close(writing)
+    assert done.returncode == code
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP on this system")
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
 def test_a_signal_ends_the_script_as_well(name: str, tmp_path: Path) -> None:
@@ -86,6 +99,8 @@ def test_under_torchrun_the_last_lines_are_the_reports(script: Path) -> None:
     assert done.returncode == 1, done
     last = done.stderr[done.stderr.rindex("Root Cause") :]
     assert "8x too large at your 2 x 4 (G x W times)" in last, done.stderr[-3000:]
+    # The report stands once, not again for every rank that torchrun reports.
+    assert (done.stdout + done.stderr).count("global batch: ") == 1
 
 
 @pytest.mark.slow
@@ -203,14 +218,21 @@ def test_wrong_usage_is_reported_before_the_script_runs(tmp_path: Path, capsys: 
     assert main(["verify", "--json", str(tmp_path), str(script)]) == 2
     assert main(["verify", "--plot", str(tmp_path), str(script)]) == 2
     assert main(["verify", "-m", "no_such_module_at_all"]) == 2
-    assert "is a folder; expected a writable file; name another path" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is a folder; expected a writable file; name another path" in said
+    assert f"got {tmp_path}, which is a folder; expected a Python script" in said
     assert not (tmp_path / "ran").exists()
 
 
 def test_splits_that_do_not_hold_the_samples_are_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     done = start([*VERIFY, "--splits", "1x2", str(tmp_path / "stubborn.py")], environment(Path(__file__).parents[2]))
-    assert done.returncode == 2 and " in splits; expected pairs" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "; expected samples per micro-batch x accumulation steps" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not list(tmp_path.glob("*.left"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy
 import pytest
 
 from hf_accum_fix.cli import main
-from hf_accum_fix.monitor.progress import Progress
 from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
 from hf_accum_fix.monitor.run_summary import summarise
 from hf_accum_fix.monitor.watch import findings, look, within
@@ -351,43 +349,3 @@ def test_what_does_not_fit_stands_below_further_in() -> None:
         "x: 3\n  gradient norm  median 1.01,\n    MAD 0.006\n  x: the loss swings by a lot\n    and so on\n\n"
     )
     assert within("  ab  one two three four", 16) == "  ab  one two\n      three four"
-
-
-class Screen(io.StringIO):
-    """What is written to a terminal, or to a file."""
-
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.isatty = lambda: terminal  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_takes_longer_than_two_seconds_is_told(terminal: bool) -> None:
-    now = 0.0
-    screen = Screen(terminal)
-    progress = Progress(screen, lambda: now)
-    for _ in range(19):
-        now += 0.1
-        progress.read(Path("x" * 100), 0, 1)
-    assert not screen.getvalue()
-    for place in range(200):
-        now += 0.1
-        progress.read(Path("logs.jsonl"), place << 20, 200 << 20)
-    progress.end()
-    told = screen.getvalue()
-    if terminal:
-        assert "\n" not in told and 60 <= told.count("\rreading 'logs.jsonl': ") <= 100 and told.endswith(" \r")
-    else:
-        assert "\r" not in told and told.count("reading 'logs.jsonl': ") == 2
-    assert max(map(len, told.replace("\r", "\n").splitlines())) < 80
-
-
-def test_progress_nobody_listens_to_ends_nothing() -> None:
-    class Closed(Screen):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    progress = Progress(Closed(terminal=True), iter([0.0, 5.0, 6.0]).__next__)
-    progress.say("reading")
-    progress.say("reading")
-    progress.end()

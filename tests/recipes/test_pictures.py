@@ -57,6 +57,24 @@ def precision(path: Path) -> None:
     gradient_precision.picture(rows, path)
 
 
+def router(path: Path) -> None:
+    router_loss = load("router_loss", known_as="router_loss")
+    layers, experts = range(router_loss.LAYERS), router_loss.EXPERTS
+    load_of = [[(1 + 0.3 * (-1) ** k) / experts for k in range(experts)] for _ in layers]
+    by_domain = [[[1 / experts] * experts for _ in range(router_loss.DOMAINS)] for _ in layers]
+    router_loss.pictures(
+        [
+            router_loss.Look(
+                convention=convention, step=step, loss=3.8 / step, auxiliary=2 + 0.0001 * step,
+                information=0.3 + 1 / step, load=load_of, by_domain=by_domain,
+            )
+            for convention in router_loss.CONVENTIONS
+            for step in range(10, 160, 10)
+        ],
+        path,
+    )  # fmt: skip
+
+
 def loops(path: Path) -> None:
     rows = [
         {
@@ -86,7 +104,7 @@ def watched(path: Path) -> None:
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
-    its.__name__: its for its in (matrix, speed, precision, loops, monitors, watched)
+    its.__name__: its for its in (matrix, speed, precision, router, loops, monitors, watched)
 }
 
 
@@ -104,6 +122,8 @@ def test_labels_are_plain_whole_and_apart(name: str, tmp_path: Path, monkeypatch
         assert everything.x0 > -0.02 and everything.x1 * figure.dpi <= inside.x1 + 1, "cut at a side"
         assert everything.y0 > -0.02 and everything.y1 * figure.dpi <= inside.y1 + 1, "cut above or below"
         for axes in figure.axes:
+            titles = [each for each in (axes.title, axes.xaxis.label, axes.yaxis.label) if each.get_text()]
+            assert all(each.get_fontsize() >= 9 for each in titles), [each.get_text() for each in titles]
             for axis in (axes.xaxis, axes.yaxis):
                 check(axis)
 

@@ -119,4 +119,4 @@ def test_a_full_batch_that_does_not_fit_is_streamed_and_reported(tmp_path: Path)
     assert report.reference.startswith("streamed") and report.verdict_of("apply()").kind is Kind.EXACT
     found = {(each.mode, each.split): each.verdict for each in report.results}
     assert "cannot be run: CUDA out of memory" in found["stock", "8 x 1"].words
-    assert "1 splits have no answer" in report.verdict_of("apply()").words
+    assert "1 split without an answer" in report.verdict_of("apply()").words
