@@ -136,11 +136,6 @@ class Candidate:
     #: The parts have as many terms of its shape.
     matched: bool = True
 
-    @property
-    def is_unseen(self) -> bool:
-        """Whether it was zero in all forwards."""
-        return not any(self.values) and None not in self.values and self.spec.how is not How.ROUTER
-
     def judged(
         self, doubt: str = "", cause: Cause | None = None, *, shows: bool = True, grows: bool = False, **spec: Any
     ) -> Candidate:

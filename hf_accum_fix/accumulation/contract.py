@@ -103,11 +103,6 @@ class TermSpec:
         return bool(self.own) or self.steps != 1.0
 
     @property
-    def is_guess(self) -> bool:
-        """Whether it was found by values alone: a sum, or a mean over a count that no rule gives."""
-        return self.how is How.SUM or (self.how is How.MEAN and not self.rules)
-
-    @property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
         counted_by = self.rule if self.how is not How.NUMBER else None
@@ -261,11 +256,6 @@ class LossContract:
         counted = {each.form: each for each in other.terms if each.how is How.MEAN and each.counted[0]}
         terms = (each if each.form not in counted else each.with_rules_of(counted[each.form]) for each in self.terms)
         return replace(self, terms=tuple(terms))
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether one of its terms was found by values alone."""
-        return any(each.is_guess for each in self.terms)
 
     @property
     def is_read(self) -> bool:
