@@ -219,9 +219,12 @@ def is_of_forward(error: Exception) -> bool:
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:
-    """Save counts, labels and class weights, and no activations."""
+    """Save counts, labels and class weights, and no activations.
+
+    Detached: an operation that saves its own result would hold itself in a cycle that no collection finds.
+    """
     is_vector = tensor.numel() <= max(tensor.shape, default=1)
-    return tensor if is_vector or not tensor.is_floating_point() else None
+    return tensor.detach() if is_vector or not tensor.is_floating_point() else None
 
 
 def unpacked(tensor: Tensor | None) -> Tensor:
