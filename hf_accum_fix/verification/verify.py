@@ -220,13 +220,13 @@ def _scenes(
 
 def _note_on(step: int, trainer: TrainerLike) -> list[str]:
     """A note if the training has no such step."""
-    args: Any = trainer.args
-    dataset, steps = trainer.train_dataset, int(getattr(args, "max_steps", 0))
     if not step:
         return []
+    args, dataset = trainer.args, trainer.train_dataset
+    steps = args.max_steps
     if steps <= 0 and hasattr(dataset, "__len__"):
         a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks(trainer)
-        steps = math.ceil(getattr(args, "num_train_epochs", 0) * math.ceil(len(dataset) / a_step))
+        steps = math.ceil(args.num_train_epochs * math.ceil(len(dataset) / a_step))
     last = "1 step" if steps == 1 else f"{steps} steps"
     return [f"step {step} is past the end: the training has {last}"] if 0 < steps <= step else []
 
