@@ -59,6 +59,7 @@ from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import engine_divisor, reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import (
     AccumFixError,
     ContractError,
@@ -137,9 +138,9 @@ class LoopHost(Host):
                 "trouble", "looking at a loss failed on another rank. Its loop goes on as without this package"
             )
         except Exception as caught:
-            if isinstance(caught, AccumFixError) or is_of_forward(caught):
+            if isinstance(caught, AccumFixError) or is_of_forward(caught) or is_told(caught):
                 raise
-            # A fault in our code is the same on every rank.
+            # A fault in our code that no collective has told of is the same on every rank.
             self.note_trouble("looking at a window", caught)
             state.aside = True
         return self._plain_window(batches)
@@ -149,6 +150,7 @@ class LoopHost(Host):
         self.state.note_inexact()
         plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
         self.state.first.contract = plain
+        self.router.forget()
         zero = torch.zeros((), dtype=count_dtype(self.device), device=self.device)
         divisor = engine_divisor(self.accelerator)
         part = Part(plain, {Items(): zero}, len(batches), self.data_ranks, False, divisor)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -205,12 +205,19 @@ def run_with_graph(
         capture(None, loss.head) as captured,
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
+        errors_of_forward(),
     ):
-        try:
-            return loss.forward(dict(batch), passed), captured
-        except Exception as error:
-            vars(error)[_OF_FORWARD] = True
-            raise
+        return loss.forward(dict(batch), passed), captured
+
+
+@contextmanager
+def errors_of_forward() -> Iterator[None]:
+    """Mark what a forward of the loss raises, for `is_of_forward`."""
+    try:
+        yield
+    except Exception as error:
+        vars(error)[_OF_FORWARD] = True
+        raise
 
 
 def is_of_forward(error: Exception) -> bool:
@@ -219,9 +226,12 @@ def is_of_forward(error: Exception) -> bool:
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:
-    """Save counts, labels and class weights, and no activations."""
+    """Save counts, labels and class weights, and no activations.
+
+    Detached: an operation that saves its own result would hold itself in a cycle that no collection finds.
+    """
     is_vector = tensor.numel() <= max(tensor.shape, default=1)
-    return tensor if is_vector or not tensor.is_floating_point() else None
+    return tensor.detach() if is_vector or not tensor.is_floating_point() else None
 
 
 def unpacked(tensor: Tensor | None) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.number import NUMBERS
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.accumulation.reading import LossRun, run_with_graph
+from hf_accum_fix.accumulation.reading import LossRun, errors_of_forward, is_of_forward, run_with_graph
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import weigh
 from hf_accum_fix.core.host import Host
@@ -28,6 +28,7 @@ from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.errors import BY_DESIGN, StandAsideError
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
 
+Value = TypeVar("Value")
 #: Items of a window by each rule of one loss, 0-dim, over all ranks.
 Totals = Mapping[Items, Tensor]
 
@@ -285,36 +286,64 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
     """This rank's routing counts of a window, to be summed over ranks, and its error.
 
     The model's load-balancing loss is recognised first, on every rank.
+
+    Raises:
+        StandAsideError: recognising it failed on a rank, so that all train as stock.
     """
     router, contract, device = host.router, host.state.first.contract, host.device
     if router.convention is Convention.MEAN:
         return router.nothing(device), error
     assert contract is not None
-    number = contract.as_number(torch.ones((), dtype=count_dtype(device), device=device))
-    with host.routing(batches) if batches else nullcontext() as run:
-        if router.runs_forwards and host.shards:
-            lengths = host.all_of(len(batches), error)
-            if len(set(lengths)) > 1:
-                raise ranks.uneven(dict(enumerate(lengths)))
+    if router.runs_forwards and host.shards:
+        lengths = host.all_of(len(batches), error)
+        if len(set(lengths)) > 1:
+            raise ranks.uneven(dict(enumerate(lengths)))
+    if router.form is None or not router.form.settled:
 
-        def forward(inputs: Any) -> Tensor:
-            assert run is not None
-            return run.forward(inputs, number)
+        def recognise(run: LossRun, forward: Callable[[Any], Tensor]) -> Form:
+            return router.recognise_among(forward, batches, contract.items, run.model, device)
 
-        if router.form is None or not router.form.settled:
-            seen = Form(settled=False)
-            try:
-                if run is not None:
-                    seen = router.recognise_among(forward, batches, contract.items, run.model, device)
-            except Exception as caught:
-                error = error or caught
-            router.form = one_form(host.all_of(seen, error))
-            if why := router.why_mean(contract.has_router_loss):
-                host.warn_once("router", f"{host.head}: {why}")
-        try:
-            if run is not None:
-                return router.count(forward, batches, run.model, device, host.data_ranks), error
-        except Exception as caught:
-            # Raised once the other ranks have it.
-            error = error or caught
-        return router.nothing(device), error
+        seen, error = _by_forwards(host, batches, error, recognise, Form(settled=False))
+        forms, troubled = zip(*host.all_of((seen, host.state.troubled), error), strict=True)
+        if any(troubled):
+            raise StandAsideError
+        router.form = one_form(forms)
+        if why := router.why_mean(contract.has_router_loss):
+            host.warn_once("router", f"{host.head}: {why}")
+
+    def count(run: LossRun, forward: Callable[[Any], Tensor]) -> Tensor:
+        return router.count(forward, batches, run.model, device, host.data_ranks)
+
+    return _by_forwards(host, batches, error, count, router.nothing(device))
+
+
+def _by_forwards(
+    host: Host,
+    batches: Sequence[Any],
+    error: Exception | None,
+    look: Callable[[LossRun, Callable[[Any], Tensor]], Value],
+    instead: Value,
+) -> tuple[Value, Exception | None]:
+    """What ``look`` finds by forwards of a window, and this rank's error, raised once the other ranks have it.
+
+    That is the first of ``error`` and of what a forward of the loss or a check of ours raises. A fault in our code is
+    contained; the other ranks hear of it by the flag in the window's collective.
+    """
+    if not batches:
+        return instead, error
+    try:
+        with host.routing(batches) as run:
+            number = torch.ones((), dtype=count_dtype(host.device), device=host.device)
+            passed = None if host.contract is None else host.contract.as_number(number)
+
+            def forward(inputs: Any) -> Tensor:
+                with errors_of_forward():
+                    return run.forward(inputs, passed)
+
+            return look(run, forward), error
+    except Exception as caught:
+        host.router.forget()
+        if isinstance(caught, BY_DESIGN) or is_of_forward(caught):
+            return instead, error or caught
+        host.note_trouble("counting the routing of a window", caught)
+        return instead, error

@@ -19,6 +19,8 @@ from hf_accum_fix.errors import RankError, UnevenRanksError
 logger = logging.getLogger("hf_accum_fix")
 
 Value = TypeVar("Value")
+#: The attribute of an error that the other ranks were told of.
+_TOLD = "_hf_accum_fix_told"
 Gather = Callable[[list[Any]], list[Any]]
 
 
@@ -43,12 +45,18 @@ def all_gather_or_raise(
     if error is not None:
         # The others' messages name this rank; its own error is unchanged.
         logger.error("rank %d stops: %s", rank, message)
+        vars(error)[_TOLD] = True
         raise error
     if failed:
         raise RankError(
             f"rank {rank} stops, because of {failed}; no rank can continue alone; look at that rank's traceback"
         )
     return [each for _, each in gathered]
+
+
+def is_told(error: Exception) -> bool:
+    """Whether the other ranks stop because of this error, so that this one must not go on alone."""
+    return _TOLD in vars(error)
 
 
 def by_rank(messages: Sequence[object]) -> str:
@@ -96,7 +104,9 @@ def check_status(
     if alike and not failed:
         return
     if not together:
-        raise error or uneven({rank: fetched})
+        error = error or uneven({rank: fetched})
+        vars(error)[_TOLD] = True
+        raise error
     raise uneven(dict(enumerate(all_gather_or_raise(fetched, error, rank=rank, world_size=world_size, gather=gather))))
 
 

@@ -30,6 +30,7 @@ from hf_accum_fix.data.balancing import unfit
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import AccumFixError, ContractError, StandAsideError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import live
@@ -182,9 +183,9 @@ class Session(Host):
             except StandAsideError:
                 self.stand_aside()
             except Exception as caught:
-                if caught is error or isinstance(caught, AccumFixError) or is_of_forward(caught):
+                if caught is error or isinstance(caught, AccumFixError) or is_of_forward(caught) or is_told(caught):
                     raise
-                # A fault in our code is the same on every rank.
+                # A fault in our code that no collective has told of is the same on every rank.
                 self.note_trouble("looking at a window", caught)
                 self.stand_aside()
         if self.state.aside:

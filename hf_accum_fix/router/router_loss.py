@@ -153,6 +153,7 @@ class RouterLoss:
         self._mean_tokens: list[Tensor] = []
         self._running: list[Tensor] = []
         self._called = 0
+        self._failed: Exception | None = None
         self._swap = Swap()
 
     @property
@@ -260,7 +261,7 @@ class RouterLoss:
         Under `EXACT` every micro-batch runs once without gradient, unless the window is one micro-batch on one rank.
         ``forward`` has no DistributedDataParallel around the model, whose buffers are restored.
         """
-        self._first_pass, self._running, self.shares, self._mean_tokens = [], [], [], []
+        self.forget()
         self._counts = [not isinstance(inputs, ZeroWeightBatch) for inputs in window]
         pools = self._pools
         if not pools or len(window) * world_size == 1:
@@ -284,6 +285,8 @@ class RouterLoss:
                 self._first_pass.append([])
                 with self._swap.by(self._note):
                     forward(inputs)
+                if self._failed is not None:
+                    raise self._failed
                 if len(self._first_pass[-1]) != len(pools):
                     raise _other_calls(len(self._first_pass[-1]), len(pools))
         for tallies in (each for each, counts in zip(self._first_pass, self._counts, strict=True) if counts):
@@ -295,8 +298,16 @@ class RouterLoss:
             pools, found = self._pools, self._first_pass[-1]
             if len(found) == len(pools):
                 raise _other_calls(len(found) + 1, len(pools))
-            found.append(call.tally(pools[len(found)].given))
+            try:
+                found.append(call.tally(pools[len(found)].given))
+            except Exception as error:
+                # A fault of ours, which is no error of this forward.
+                self._failed = self._failed or error
         return call.own()
+
+    def forget(self) -> None:
+        """Forget the last window, so that micro-batches have the model's own loss."""
+        self._first_pass, self._running, self.shares, self._mean_tokens, self._failed = [], [], [], [], None
 
     def nothing(self, device: torch.device) -> Tensor:
         """Zeros: the numbers of a rank without micro-batches."""
@@ -344,7 +355,9 @@ class RouterLoss:
             shares = counts / tokens.clamp(min=1)
         else:
             shares = self.shares[place]
-            self._compare(seen, self._first_pass[index][place])
+            # Without a first pass where it failed on this rank, which the others have not heard of yet.
+            if self._first_pass:
+                self._compare(seen, self._first_pass[index][place])
         device = seen.probabilities.device
         return self._counts[index] * seen.loss(shares.to(device), self._mean_tokens[place].to(device))
 

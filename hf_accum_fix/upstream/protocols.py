@@ -26,6 +26,8 @@ class ArgumentsLike(Protocol):
     logging_nan_inf_filter: bool
     disable_tqdm: Any
     accelerator_config: Any
+    max_steps: int
+    num_train_epochs: float
     length_column_name: str
 
 

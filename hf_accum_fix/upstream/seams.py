@@ -165,6 +165,7 @@ _ROWS: Final = (
     ),
     Attribute(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "split samples", off=VERIFY),
     Attribute(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
+    Attribute(ARGUMENTS, "max_steps num_train_epochs", "train a copy for some steps", off=VERIFY),
     Attribute(STATE, "global_step", "name a window"),
     Attribute(STATE, "stateful_callbacks", "mark a checkpoint"),
     Attribute("transformers.trainer_callback", "TrainerCallback TrainerControl DefaultFlowCallback", "train a copy"),

@@ -220,10 +220,10 @@ def _scenes(
 
 def _note_on(step: int, trainer: TrainerLike) -> list[str]:
     """A note if the training has no such step."""
-    args: Any = trainer.args
-    dataset, steps = trainer.train_dataset, int(args.max_steps)
     if not step:
         return []
+    args, dataset = trainer.args, trainer.train_dataset
+    steps = args.max_steps
     if steps <= 0 and hasattr(dataset, "__len__"):
         a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks(trainer)
         steps = math.ceil(args.num_train_epochs * math.ceil(len(dataset) / a_step))

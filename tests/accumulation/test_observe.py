@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -266,3 +268,17 @@ def test_factors_of_a_mix_are_the_same_on_ranks_that_round_apart(box: float, que
 
 def _boxes(target: dict[str, Tensor]) -> int:
     return len(target["class_labels"])
+
+
+def test_nothing_of_its_forwards_stays_alive() -> None:
+    """An operation that saves its own result, one number a row, which is small enough to be kept with the counts."""
+    made: list[weakref.ref[Any]] = []
+
+    def curved(m: Rows, b: Batch, n: Tensor | None = None) -> Tensor:
+        score = torch.tanh(m(b["x"])[:, 0])
+        made.append(weakref.ref(score.untyped_storage()))
+        return (score - 1).square().mean()
+
+    observed(curved, Setting(), window(4, 4))
+    gc.collect()
+    assert made and not [each for each in made if each() is not None]

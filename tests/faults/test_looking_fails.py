@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_accum_fix.accumulation import observe
 from tests.losses.cases import several
 from tests.losses.models import texts
 from tests.losses.seen import Mean, Seen, Texts, full, tokens
@@ -154,3 +155,29 @@ def faults_of_ranks(output: str) -> list[str]:
     every: list[Any] = [None, None]
     dist.all_gather_object(every, wrong)
     return [each for its in every for each in its]
+
+
+def test_a_rank_that_ran_out_of_memory_stops_the_other(tmp_path: Path) -> None:
+    """Outside of a forward, too: the other has stopped, and would be waited for."""
+    first, second = on_ranks(out_of_memory_on_the_second, str(tmp_path), timeout=60, patience=30)
+    assert second == "MemoryError: on purpose"
+    assert first.startswith("RankError: rank 0 stops, because of rank 1: MemoryError: on purpose;")
+
+
+def out_of_memory_on_the_second(output: str) -> str:
+    """What this rank raises."""
+    pass_over_imports()
+
+    def runs_out(*_: Any) -> Any:
+        raise MemoryError("on purpose")
+
+    kept = observe.conclude
+    observe.conclude = runs_out if dist.get_rank() == 1 else kept
+    try:
+        with applied("apply"):
+            train(EVEN_OF_TWO, CUT, Path(output))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        observe.conclude = kept
+    return "nothing"

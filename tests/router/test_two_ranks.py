@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_accum_fix.overrides.session import SESSION
+from hf_accum_fix.router.load_balancing import Call
+from tests.faults.test_looking_fails import PlantedError, faulty
 from tests.ranks import on_ranks
-from tests.router.conventions import COEFFICIENT, FAMILIES, SIZES, TWIN, step
+from tests.router.conventions import COEFFICIENT, FAMILIES, SIZES, TWIN, flat, step
 from tests.router.rows import errors
 
 SLOW = ("Mixtral 8",)
@@ -73,3 +79,49 @@ def test_a_rank_that_fails_before_the_collective_stops_the_other(forward: int) -
     first, second = on_ranks(raised_by_failing, forward, timeout=120)
     assert second == "ValueError: out of luck"
     assert first.startswith("RankError: rank 0 stops, because of rank 1: ValueError: out of luck;")
+
+
+@contextmanager
+def faulty_in_forward() -> Iterator[None]:
+    """Counting fails inside the forwards that count, which are without gradient."""
+    kept = Call.tally
+
+    def tally(call: Call, given: str) -> Any:
+        if not torch.is_grad_enabled():
+            raise PlantedError("on purpose")
+        return kept(call, given)
+
+    Call.tally = tally  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Call.tally = kept  # type: ignore[method-assign]
+
+
+FAULTS = {
+    "recognising": lambda: faulty("router.router_loss", "RouterLoss.recognise_among"),
+    "in a forward": faulty_in_forward,
+    "counting": lambda: faulty("router.router_loss", "RouterLoss.count"),
+    "before any forward": lambda: faulty("overrides.session", "Session.routing"),
+}
+
+
+def trained_with_faults() -> list[str]:
+    """What is wrong on this rank as counting has a fault of ours on both, or on the second alone."""
+    head, rank, wrong = FAMILIES["Mixtral"], dist.get_rank(), []
+    given: dict[str, Any] = {"ranks": 2, "accumulate": 2, "ddp_backend": "gloo"}
+    short = replace(head, samples=head.samples[:16])
+    stock = flat(step(short, "stock", 4, COEFFICIENT, **given).change)
+    for name, where in product(FAULTS, ("both", "second")):
+        with FAULTS[name]() if where == "both" or rank == 1 else nullcontext():
+            ours = step(short, "exact", 4, COEFFICIENT, **given)
+        session = ours.trainer.__dict__[SESSION]
+        wrong += [f"{name} on {where}: no stock"] * (not torch.equal(flat(ours.change), stock))
+        told = session.state.aside and not session.state.exact and "trouble" in session.warned
+        wrong += [f"{name} on {where}: {session.warned}"] * (not told)
+    return wrong
+
+
+@pytest.mark.slow
+def test_a_fault_of_ours_lets_all_ranks_train_as_stock() -> None:
+    assert on_ranks(trained_with_faults, timeout=150, patience=30) == [[], []]

@@ -117,4 +117,6 @@ def test_where_a_signature_does_not_fit_it_is_refused_and_left_alone(tmp_path: P
     for part in ("with Trainer.training_step(self, window, model,", "99.0.0", "newer hf-accum-fix"):
         assert part in answers["refused"]
     assert answers["state"] == "not applied" and answers["wrapped"] == []
-    assert answers["decisions"] == ["not affected", "refuse"]
+    # Of defects whose lines an older release lacks, it is unknown whether a newer one has them; none is called fixed.
+    lacks = {"unknown"} if transformers.__version__ != TESTED_RELEASES[-1] else set()
+    assert {*answers["decisions"]} == {"not affected", "refuse", *lacks}
