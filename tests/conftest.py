@@ -17,13 +17,18 @@ from hf_accum_fix import observations
 from tests.logged import Said
 
 HERE = Path(__file__).parent
-#: Folders, and what takes long in others: files, and tests by their ids.
+#: Folders that change little, or take long, and what takes long in others: files, and tests by their ids.
 SLOW = (
-    "losses",
+    "balancing",
+    "losses/test_called_exact.py",
+    "losses/test_everyday.py",
+    "losses/test_exact_windows.py",
+    "losses/test_tasks.py",
+    "monitor",
     "patch",
+    "precision",
     "random_trainings",
     "trainers",
-    "balancing/test_two_ranks.py",
     "cli/test_commands.py::test_it_starts_light[doctor]",
     "cli/test_commands.py::test_python_dash_m_is_the_same_program",
     "cli/test_doctor.py::test_a_class_of_transformers",
@@ -36,14 +41,6 @@ SLOW = (
     "faults/test_faults.py",
     "faults/test_looking_fails.py::test_on_two_ranks",
     "loop/test_two_ranks.py",
-    "monitor/test_batch_norm.py::test_data_of_other_statistics_on_a_rank_are_told_and_others_are_not",
-    "monitor/test_callbacks.py::test_the_short_step_at_the_end_of_an_epoch_is_no_spike[4]",
-    "monitor/test_correlated.py::test_ranks_that_all_wander_are_left_alone",
-    "monitor/test_early_on_two_ranks.py",
-    "monitor/test_pace.py::test_lengths_that_differ_and_persist_are_no_lag",
-    "monitor/test_rank_loss.py::test_a_healthy_run_alarms_at_most_once_in_a_thousand_logs",
-    "monitor/test_two_ranks.py",
-    "monitor/test_watch.py::test_two_runs_of_the_same_curve_differ_by_no_more_than_noise",
     "numerics/test_zoo.py::test_no_class_is_looked_up_at_import",
     "recipes/test_setup.py",
     "test_applying.py::test_a_fork_while_a_thread_applies_hangs_in_no_child",

@@ -12,11 +12,13 @@ from tests.losses.verdicts import WHOLE, by_loop, by_trainer, faults
 from tests.trainings import Case, Cut, sizes
 
 
-def cells(cases: Sequence[Case]) -> Any:
+def cells(cases: Sequence[Case], *, everyday: bool = False) -> Any:
     return pytest.mark.parametrize(
         ("case", "cut"),
         [
-            pytest.param(case, cut, id=f"{case.name}-{'+'.join(map(str, sizes(cut)))}", marks=marks(case))
+            pytest.param(
+                case, cut, id=f"{case.name}-{'+'.join(map(str, sizes(cut)))}", marks=[] if everyday else marks(case)
+            )
             for case in cases
             for cut in case.cuts
         ],
@@ -32,7 +34,7 @@ TRAINED = [case for case in CASES if case.trainer is not None]
 LOOPED = [case for case in CASES if case.looped or case.trainer is None]
 
 
-@cells(TRAINED)
+@cells(TRAINED, everyday=True)
 def test_by_the_trainer(case: Case, cut: Cut) -> None:
     ours = by_trainer(case, cut, "apply")
     found = faults(ours, case, by_trainer(case, cut, "stock"), cut)
