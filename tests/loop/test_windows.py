@@ -115,7 +115,7 @@ def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixtur
         for _ in range(3):
             list(by_windows(windows, model, optimizer, None))
     # torch before 2.5 shows a shape by a gradient, which needs a run that keeps something for one.
-    observes = 23 if hasattr(torch.ones((), requires_grad=True).neg().grad_fn, "_input_metadata") else 46
+    observes = 26 if hasattr(torch.ones((), requires_grad=True).neg().grad_fn, "_input_metadata") else 52
     assert calls.count(True) == 12 + observes and not calls.count(False)
     assert [record.message for record in caplog.records if "the mean over its own items" in record.message] == [
         "BertForMaskedLM: the loss is the mean over its own items ('labels' other than -100); G=2, W=1."
