@@ -45,7 +45,9 @@ class Choice:
         if not self._adds_up:
             # Samples of one value have shown nothing; other rows may.
             blank = not self.found.conclusive and self.found.reason != NO_TARGET_SEEN and split.shows_coupling
-            return split.blocks > 0 or blank
+            # Within a micro-batch nothing is padded further: what does not add up there either is coupled.
+            alone = self.found.cause is Cause.PADDING and split.shows_coupling and not split.group
+            return split.blocks > 0 or blank or alone
         # Rows that belong together cannot stand alone: more of them, next to one another.
         smaller = [held for rows, held in self._narrowed.items() if rows < split.group]
         return split.group > 0 and self._blocks <= 1 and not any(smaller) and self._narrowed.get(split.group, True)
@@ -57,6 +59,9 @@ class Choice:
         if split.group and self._adds_up:
             held = not (latest.conclusive and latest.does_not_add_up)
             self._narrowed[split.group] = self._narrowed.get(split.group, True) and held
+        elif self.found is not None and self.found.cause is Cause.PADDING and not split.blocks:
+            if latest.coupled:
+                self.found, self.whole = latest, whole
         elif self.found is None or adds_up:
             self.found, self.whole, self._blocks, self._adds_up = latest, whole, split.blocks, adds_up
 
