@@ -1,4 +1,4 @@
-"""Observe a loss once: read its divisors from the graph, and compare three forwards to see which of them count."""
+"""Observe a loss in a window: read its divisors from the graph, and compare forwards to see which of them count."""
 
 from __future__ import annotations
 
