@@ -137,7 +137,9 @@ class Window:
         """
         host, state, self.ended = self.host, self.host.state, True
         host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
-        if host.hears and host.is_split and state.opened < state.looks_until:
+        # What is not read, such as compiled code, shows no more in another window.
+        is_read = any(each.is_read for each in state.contracts)
+        if host.hears and host.is_split and is_read and state.opened < state.looks_until:
             state.reconsider()
         if not self.batches:
             return None
