@@ -1,5 +1,7 @@
 """The errors of this package. Each message has what it got, what it expected and what to do.
 
+Every warning and error is listed, with what it means and what to do, in ``hf_accum_fix/core/README.md``.
+
 These end a training, and nothing else of this package does:
 
     UnsupportedVersionError, ForeignPatchError    by apply(), or as training begins
