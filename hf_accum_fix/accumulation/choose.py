@@ -60,7 +60,8 @@ class Choice:
             held = not (latest.conclusive and latest.does_not_add_up)
             self._narrowed[split.group] = self._narrowed.get(split.group, True) and held
         elif self.found is not None and self.found.cause is Cause.PADDING and not split.blocks:
-            if latest.coupled:
+            # What stock divides by the number keeps its weight by items.
+            if latest.coupled and not self.found.by_number:
                 self.found, self.whole = latest, whole
         elif self.found is None or adds_up:
             self.found, self.whole, self._blocks, self._adds_up = latest, whole, split.blocks, adds_up
