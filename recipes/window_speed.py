@@ -16,9 +16,9 @@ A window is the b * G * W samples of one optimizer step. The modes, each a train
     no padding       the limit: balanced's micro-batches with all rows of each levelled to one length
 
 Rounds are interleaved, so that other programs slow all modes alike; every figure is the median over rounds, with the
-least and the greatest. The first window of a training warms up and is not counted. Samples per second are given by the
-clock and by the processor time of one rank. Memory is the peak above the model and the data. The gradient of the first
-window, in the precision of the training, is compared with stock's, in modes with stock's windows.
+least and the greatest. The first three windows of a training warm up and are not counted. Samples per second are given
+by the clock and by the processor time of one rank. Memory is the peak above the model and the data. The gradient of the
+first window, in the precision of the training, is compared with stock's, in modes with stock's windows.
 
 The output folder gets results.jsonl (a line per training), table.md and window_speed.png.
 """
@@ -47,6 +47,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("stock", "group_by_length", "batch_rebalance", "balanced", "no padding", "stock again")
+#: Windows before those that are timed: in these a loss is observed.
+WARM_UP = 3
 #: Modes with stock's windows.
 SAME_WINDOWS = ("stock again", "balanced")
 #: hidden, layers, heads, intermediate; tokens of the vocabulary
@@ -58,7 +60,7 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--modes", default=",".join(MODES), help="some of %(default)s")
     add("--rounds", type=int, default=3, help="trainings of every mode")
-    add("--windows", type=int, default=2, help="optimizer steps that are timed, after one that warms up")
+    add("--windows", type=int, default=2, help="optimizer steps that are timed, after three that warm up")
     add("--batch", type=int, default=8, help="b: samples per device")
     add("--steps", type=int, default=16, help="G: micro-batches per optimizer step")
     add("--ranks", type=int, default=1, help="W: processes, started by torchrun")
@@ -87,7 +89,7 @@ def read_options() -> argparse.Namespace:
 
 def samples_of(options: argparse.Namespace) -> list[list[int]]:
     """Token ids of each sample, in the order of the training."""
-    count = options.batch * options.steps * options.ranks * (options.windows + 1)
+    count = options.batch * options.steps * options.ranks * (options.windows + WARM_UP)
     vocabulary = SIZES[options.size][-1]
     choose = random.Random(options.seed)
     if options.texts == "lognormal":
@@ -241,7 +243,7 @@ def train(options: argparse.Namespace) -> None:
     peak = torch.cuda.max_memory_allocated() if options.cuda else resident(peak=True)
     padded, real = sum(rows * width for rows, width, _ in shapes), sum(tokens for *_, tokens in shapes)
     counted = options.batch * options.steps * options.ranks * options.windows
-    (wall, cpu), (first_wall, first_cpu) = clock.ends[-1], clock.ends[0]
+    (wall, cpu), (first_wall, first_cpu) = clock.ends[-1], clock.ends[WARM_UP - 1]
     slowest = torch.tensor([padded, real, cpu - first_cpu, peak - before], dtype=torch.float64)
     total, most = slowest.clone(), slowest.clone()
     if options.ranks > 1:
@@ -360,7 +362,7 @@ def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         f"{options.dtype}, {'GPU' if options.cuda else 'CPU, one thread a rank'}; "
         f"transformers {first['transformers']}, torch {first['torch']}, Python {platform.python_version()}; "
         f"{options.rounds} interleaved rounds of "
-        f"{options.windows} windows after one that warms up; median (least-greatest).",
+        f"{options.windows} windows after {WARM_UP} that warm up; median (least-greatest).",
         "",
         head,
         "|" + "---|" * 12,

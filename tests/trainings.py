@@ -205,8 +205,17 @@ def sizes(cut: Cut) -> tuple[int, ...]:
 
 
 def cells(cases: Iterable[Any]) -> Any:
-    """A test for each case, at each of its cuts."""
-    found = [pytest.param(case, cut, id=f"{case.name}-{cut[0]}x{cut[1]}") for case in cases for cut in case.cuts]
+    """A test for each case, at each of its cuts; CI runs the first and the last."""
+    found = [
+        pytest.param(
+            case,
+            cut,
+            id=f"{case.name}-{cut[0]}x{cut[1]}",
+            marks=[] if cut in (case.cuts[0], case.cuts[-1]) else pytest.mark.thorough,
+        )
+        for case in cases
+        for cut in case.cuts
+    ]
     return pytest.mark.parametrize(("case", "cut"), found)
 
 

@@ -1043,8 +1043,17 @@ def sum_of_log_p(s: Seen) -> Tensor:
     return (log_p * valid).sum(1)
 
 
+def reinforce(s: Seen) -> Tensor:
+    """Rewards less their mean over the batch, by their deviation."""
+    rewards = s.batch["kind"].to(s.logits.dtype)
+    advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
+    return -(advantages * sum_of_log_p(s)).mean()
+
+
 EXACT_OR_SAID = [
     public("kto", lambda t, s, n: kto(s), count=3),
+    # Neither further off than stock nor silent; what is logged is the loss that was trained.
+    public("reinforce", lambda t, s, n: reinforce(s), count=1),
     *SUPER,
     *MASKED,
     DROPPED_ROWS,
