@@ -17,7 +17,10 @@ def cells(cases: Sequence[Case], *, everyday: bool = False) -> Any:
         ("case", "cut"),
         [
             pytest.param(
-                case, cut, id=f"{case.name}-{'+'.join(map(str, sizes(cut)))}", marks=[] if everyday else marks(case)
+                case,
+                cut,
+                id=f"{case.name}-{'+'.join(map(str, sizes(cut)))}",
+                marks=[] if everyday and cut in (case.cuts[0], case.cuts[-1]) else marks(case),
             )
             for case in cases
             for cut in case.cuts
