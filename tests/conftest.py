@@ -59,6 +59,10 @@ SLOW = (
 )
 
 
+#: Marks of what needs another release, another library or a device, and has its own step in CI.
+ELSEWHERE = ("cpu_adam", "deepspeed", "gpu", "liger", "llama_factory", "releases", "releases_all", "swift")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without these, the everyday tests are collected in half the time, by every worker."""
     return True if "not slow" in config.option.markexpr and collection_path in (HERE / each for each in SLOW) else None
@@ -70,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(HERE)
         # A test, or one row of it.
         tests = {f"{path}::{name}" for name in (item.originalname, item.name)}  # type: ignore[attr-defined]
-        if slow & {*map(str, path.parents), str(path), *tests} and not item.get_closest_marker("releases"):
+        if slow & {*map(str, path.parents), str(path), *tests} and not any(map(item.get_closest_marker, ELSEWHERE)):
             item.add_marker(pytest.mark.slow)
 
 
