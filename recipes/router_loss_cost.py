@@ -5,8 +5,8 @@
 
 Four runs make a round: mean, mean again, window, exact; each round begins with another of them. The figures are the
 least processor time and the median time of an optimizer step in each run, and their ratios to the first mean run of the
-round. "mean again" is the noise: a ratio means something only where it lies outside it. The first step, in which the
-loss is observed, is left out. Forwards and operations of a step are counted, not timed.
+round. "mean again" is the noise: a ratio means something only where it lies outside it. The first three steps, in
+which the loss is observed, are left out. Forwards and operations of a step are counted, not timed.
 
 The output folder gets results.jsonl (a line per run) and table.md. Exit code 2: bad input.
 """
@@ -32,7 +32,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import hf_accum_fix
 
 MODES = ("mean", "mean again", "window", "exact")
-SIZE = Size(width=256, layers=4, length=192, steps=4)
+SIZE = Size(width=256, layers=4, length=192, steps=6)
+#: Windows in which the loss is observed, and which are left out.
+LOOKED_AT = 3
 
 
 def build() -> MixtralForCausalLM:
@@ -52,19 +54,19 @@ def train(mode: str, steps: int, after: Callable[[int], None]) -> int:
 
 
 def count(mode: str) -> dict[str, float]:
-    """Forwards and operations of one step, without the first window."""
+    """Forwards and operations of one step, after the first windows."""
     counting, forwards = Counting(), {}
-    for steps in (2, 3):
+    for steps in (LOOKED_AT, LOOKED_AT + 1):
         with ExitStack() as stack:
 
             def after(step: int, stack: ExitStack = stack, steps: int = steps) -> None:
-                if steps == 3 and step == 2:
+                if steps > LOOKED_AT and step == LOOKED_AT:
                     stack.enter_context(counting)
-                elif step == 3:
+                elif step > LOOKED_AT:
                     stack.close()
 
             forwards[steps] = train(mode, steps, after)
-    return {"forwards": forwards[3] - forwards[2], "operations": counting.operations}
+    return {"forwards": forwards[LOOKED_AT + 1] - forwards[LOOKED_AT], "operations": counting.operations}
 
 
 def measure(mode: str) -> dict[str, float]:
@@ -77,7 +79,7 @@ def measure(mode: str) -> dict[str, float]:
         marks.append((time.perf_counter(), time.thread_time()))
 
     train(mode, SIZE.steps, after)
-    steps = [(late[0] - early[0], late[1] - early[1]) for early, late in itertools.pairwise(marks)]
+    steps = [(late[0] - early[0], late[1] - early[1]) for early, late in itertools.pairwise(marks[LOOKED_AT - 1 :])]
     return {
         "wall": statistics.median(wall for wall, _ in steps),
         "processor": min(processor for _, processor in steps),
