@@ -61,10 +61,11 @@ def splits(window: Sequence[Batch], *, has_decoder: bool = False) -> Iterator[Sp
     """
     batch, *others = _ordered(window)
     for blocks in _BLOCKS:
-        joined = ((join(batch, other, blocks), batch, other) for other in others)
-        found = next((each for each in joined if each[0] is not None), None) or _halves(batch, blocks)
-        if found is not None and found[0] is not None:
-            yield Split(found[0], found[1], found[2], blocks=blocks)
+        joined = ((join(batch, other, blocks), other) for other in others)
+        pairs = ((whole, batch, other) for whole, other in joined if whole is not None)
+        found = next(pairs, None) or _halves(batch, blocks)
+        if found is not None:
+            yield Split(*found, blocks=blocks)
     whole: Batch = batch
     for other in others:
         # A micro-batch that cannot be joined is left out.
