@@ -32,7 +32,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.comparison import Setting
+from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
     decoder_pad,
@@ -44,9 +44,9 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype, scale_mean
+from hf_accum_fix.accumulation.look import LossRun, is_of_forward
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.reading import LossRun, is_of_forward
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction
 from hf_accum_fix.accumulation.join import Split
-from hf_accum_fix.accumulation.reading import Reading
+from hf_accum_fix.accumulation.look import Look
 
 #: Why a loss that is exact in one split is not believed.
 _OF_ONE = "its terms add up in one micro-batch, and not with more samples or less padding: it depends on the split"
@@ -25,7 +25,7 @@ class Choice:
 
     sharded: bool
     found: LossContract | None = None
-    whole: Reading | None = None
+    whole: Look | None = None
     failure: Exception | None = None
     _blocks: int = 0
     _adds_up: bool = False
@@ -52,7 +52,7 @@ class Choice:
         smaller = [held for rows, held in self._narrowed.items() if rows < split.group]
         return split.group > 0 and self._blocks <= 1 and not any(smaller) and self._narrowed.get(split.group, True)
 
-    def take(self, split: Split, latest: LossContract, whole: Reading) -> None:
+    def take(self, split: Split, latest: LossContract, whole: Look) -> None:
         """Take the contract of one more split; ``whole`` as in `Choice`."""
         self._seen.append(latest)
         adds_up = latest.conclusive and not latest.may_be_the_split
@@ -66,7 +66,7 @@ class Choice:
         elif self.found is None or adds_up:
             self.found, self.whole, self._blocks, self._adds_up = latest, whole, split.blocks, adds_up
 
-    def made(self) -> tuple[LossContract, Reading]:
+    def made(self) -> tuple[LossContract, Look]:
         """The contract, and the forward it was concluded from; raises the error of the splits if none was run."""
         if self.found is None or self.whole is None:
             assert self.failure is not None

@@ -1,10 +1,10 @@
-"""Observe a loss in a window: read its divisors from the graph, and compare forwards to see which of them count."""
+"""Observe a loss in a window: look at joined and narrowed batches, and learn from them how it is reduced."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,37 +16,36 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.choose import Choice
-from hf_accum_fix.accumulation.comparison import Comparison, Setting
-from hf_accum_fix.accumulation.conclude import conclude
+from hf_accum_fix.accumulation.compare import Comparison, Setting
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.join import Split, splits
-from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.number import (
-    NUMBERS,
-    SHOWN,
-    divides_unseen,
-    number_rule,
-    shows_number,
-    upstream_first,
-)
-from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of, with_kept_size
-from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.accumulation.python_state import PythonState
-from hf_accum_fix.accumulation.reading import (
+from hf_accum_fix.accumulation.learn import learn, number_rule, upstream_first
+from hf_accum_fix.accumulation.look import (
     Forward,
+    Look,
     LossRun,
-    Reading,
     is_shifted,
     kept_small,
-    read_batch,
+    look,
+    out_of_memory,
     unpacked,
 )
+from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.nodes import NotSavedError
+from hf_accum_fix.accumulation.own_scale import RANKS, own_scale, scale_candidates, terms_of, with_kept_size
+from hf_accum_fix.accumulation.preserve import preserved_state
+from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
 
 logger = logging.getLogger("hf_accum_fix")
+
+#: num_items_in_batch in the three looks of a split: no sums or multiples of one another.
+NUMBERS = (7919, 3571, 5557)
+#: The number in one look, to see whether the loss divides by it: no count, and small, so that 16 bits keep what is
+#: divided by it.
+SHOWN = 37.5
 
 
 def observe(
@@ -65,17 +64,17 @@ def observe(
 
 @dataclass
 class _Observation:
-    """The forwards that observe a loss; all ranks run equally many, since a custom loss may run collectives.
+    """The looks at a loss; all ranks take equally many, since a custom loss may run collectives.
 
     Attributes:
         sharded: an engine shards the parameters, so that every forward is a collective.
-        whole: the forward of the batch that the contract was concluded from.
+        whole: the look at the batch that the contract was learnt from.
         writes: the loss depends on state that its forward writes; None: not tested.
         by_number: it divides a term by the number, if it gets one; None: not tested.
         divides: without the number it is a mean, and with it the sum over the number, though the graph hides that.
         moves: it depends on the number in any way.
         draws: random numbers change it; None: not tested.
-        _run_before: the forwards so far, of the splits.
+        before: the looks so far, of the splits.
     """
 
     loss: LossRun
@@ -84,146 +83,136 @@ class _Observation:
     state: PythonState
     ranks: SyncedRanks
     sharded: bool
-    whole: Reading = field(init=False)
+    whole: Look = field(init=False)
     writes: bool | None = None
     by_number: bool | None = None
     divides: bool = False
     moves: bool = False
     draws: bool | None = None
-    _run_before: list[Reading] = field(default_factory=list)
+    before: list[Look] = field(default_factory=list)
 
     def contract(self) -> LossContract:
         """How the loss is reduced."""
-        model, window = self.loss.model, self.window
+        model = self.loss.model
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         # BatchNorm writes its statistics; shards are not copied.
         self.writes = False if self.sharded or norm is not None else None
-        found = self._compared()
+        found = self._learnt()
         if self.ranks.any(self._needs_number(found)):
             self.loss.hand_on()
             self.setting = replace(self.setting, hands_number=True)
-            found = self._compared()
+            found = self._learnt()
         hows = {each.how for each in found.terms}
         if self.setting.custom and How.PLAIN in hows and hows & {How.NUMBER, How.SUM}:
             # A part that is averaged does not go with one that is summed over the global batch.
             found = replace(found, keeps_scale=True)
-        found = self._with_number_seen(self._with_own_division(self._with_rule_of_number(found)))
-        setting = self.setting
-        if self.divides and found.reduction is Reduction.MEAN:
-            found = replace(found, reduction=Reduction.NUMBER)
-        elif self.divides and found.reduction is Reduction.PLAIN and setting.has_stock:
-            # Its kernel divides by the number, so it gets one, as from stock; loops pass none.
-            rule = number_rule(self.whole.batch, window, setting)
-            found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=(), hands_number=True)
-        dropped = any(
-            each.how is How.MEAN and not each.rules and seen.named == () and not seen.is_weighted
-            for each, seen in zip(found.terms, terms_of(found, self.whole), strict=True)
-        )
-        if dropped and self._divides_by_number(found):
-            # By the number, as from stock, it trains as it does there.
-            doubt = "its model drops targets that num_items_in_batch counts; the stock Trainer's scale is kept"
-            found = replace(found, keeps_scale=True, doubt=found.doubt or doubt)
-        doubt = found.doubt
-        if self.writes:
-            doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
-        items, pad = found.items, setting.decoder_pad
-        if items is not None and any(targets_padding(items, batch, pad) for batch in window):
-            where = "attention_mask is 0" if pad is None else f"they are padded by {pad}"
-            padding = f"padding is among its targets (labels are not -100 where {where})"
-            doubt = f"{padding}, so the loss depends on the split"
-        found = replace(found, doubt=doubt)
-        if norm is not None:
-            found = _with_batch_norm(found, norm)
-        if found.items is None and found.hands_number:
-            # Its number counts as upstream's does.
-            found = replace(found, items=number_rule(self.whole.batch, window, setting))
-        return found
+        found = self._with_rule_of_number(found)
+        found = self._with_own_scale(found)
+        found = self._with_number_seen(found)
+        found = self._as_stock_divides(found)
+        return self._with_doubts(found, norm)
 
-    def _divides_by_number(self, found: LossContract) -> bool:
-        """Whether a model of a Trainer would divide by the number, which counts the window's labels."""
-        setting = self.setting
-        return setting.has_stock and not setting.custom and found.by_number and bool(setting.upstream_number)
+    # ------------------------------------------------------------------------------------------------- looks
 
-    def _compared(self) -> LossContract:
-        """The contract by the first split of the samples that shows the loss."""
+    def _learnt(self) -> LossContract:
+        """The contract by the splits of the samples."""
         choice = Choice(self.sharded)
-        self._run_before.clear()
+        self.before.clear()
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
         every = splits(self.window, has_decoder=self.setting.decoder_pad is not None)
         left = (split for split in every if not (self.sharded and split.group))
         split, is_open = next(left), True
         while self.ranks.any(is_open):
-            readings = list[Reading]()
+            looks = list[Look]()
             try:
-                readings = self._three(split)
+                looks = self._three(split)
             except Exception as error:
                 # Running out of memory on an unchanged micro-batch would happen in training, too.
                 if self.sharded or (out_of_memory(error) and any(split.whole is batch for batch in self.window)):
                     raise
                 choice.note_failure(split, error)
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
-            self._note_number(split, readings)
-            self._note_writes(split, readings)
-            self._note_draws(split, readings)
+            self._note_number(split, looks)
+            self._note_writes(split, looks)
+            self._note_draws(split, looks)
             self._restore()
-            if readings and is_open:
-                again = choice.found is not None
-                by_number = bool(self.by_number)
-                compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number, split.pads)
-                choice.take(split, conclude(compared), readings[0])
+            if looks and is_open:
+                again, by_number = choice.found is not None, bool(self.by_number)
+                compared = Comparison(looks, split, self.window, self.setting, again, by_number)
+                choice.take(split, learn(compared), looks[0])
             following = next((each for each in left if choice.needs(each)), None) if is_open else None
             split, is_open = following or split, following is not None
         found, self.whole = choice.made()
         return found
 
-    def _three(self, split: Split) -> list[Reading]:
-        """The forwards of a batch and its two parts."""
-        readings = list[Reading]()
+    def _three(self, split: Split) -> list[Look]:
+        """The looks at a batch and its two parts."""
+        looks = list[Look]()
         for number, batch in zip(NUMBERS, split[:3], strict=True):
             given = number if self.setting.handed == "all" else None
-            # A batch or a part of the splits before; several ranks run equally many forwards.
-            known = (each for each in self._run_before if each.batch is batch and each.number == given)
+            # A batch or a part of the splits before; several ranks take equally many looks.
+            known = (each for each in self.before if each.batch is batch and each.number == given)
             seen = next(known, None) if self.ranks.alone else None
             if seen is None:
                 self._restore()
-                seen = self._run(batch, given)
-                # A graph that keeps all tensors is not held for longer than it has to be.
-                self._run_before += [] if seen.keeps else [seen]
-            readings.append(seen)
-            if self.ranks.alone and (
-                not readings[0].shows_terms or (len(readings) == 2 and not any(r.loss for r in readings))
-            ):
+                seen = self._look(batch, given)
+                self.before.append(seen)
+            looks.append(seen)
+            blank = not looks[0].shows_terms or (len(looks) == 2 and not any(each.loss for each in looks))
+            if blank and self.ranks.alone:
                 # Its parts would show nothing either.
-                return [readings[0]] * 3
-        return readings
+                return [looks[0]] * 3
+        return looks
 
-    def _note_number(self, split: Split, readings: Sequence[Reading]) -> None:
-        """Test whether a model that gets the number divides by it."""
-        shows = any(each.shows_terms and each.loss for each in readings)
-        if not self.ranks.any(self.setting.handed == "once" and self.by_number is None and shows):
-            return
-        plain = next((each for each in readings[::-1] if each.shows_terms and each.loss), None)
-        self._restore()
-        shown = self._run(split.one if plain is None else plain.batch, SHOWN)
-        if plain is not None and self.by_number is None:
-            self.by_number, self.moves = shows_number(shown), shown.loss != plain.loss
-            self.divides = not self.by_number and divides_unseen(plain, shown)
-
-    def _note_draws(self, split: Split, readings: list[Reading]) -> None:
-        """Test whether random numbers change the loss, if it draws any: it may only print now and then."""
-        if self.ranks.any(self.draws is None and bool(readings) and readings[0].drew):
+    def _look(
+        self,
+        batch: Mapping[str, Any],
+        number: float | None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        seed: int = 0,
+    ) -> Look:
+        listed = any(next(listed_targets(each), None) is not None for each in self.window)
+        run = partial(look, self.loss, batch, number, within, listed=listed, seed=seed)
+        try:
+            return run(keep=False)
+        except NotSavedError:
+            # A penalty on the gradient, adversarial noise.
             self._restore()
-            again = self._run(split.whole, readings[0].number if readings else None, seed=1)
-            self.draws = bool(self.draws or (readings and again.numbers != readings[0].numbers))
-        if readings:
-            readings[0] = replace(readings[0], drew=bool(self.draws and readings[0].drew))
+            return run(keep=True)
 
-    def _note_writes(self, split: Split, readings: Sequence[Reading]) -> None:
+    def _restore(self) -> None:
+        self.state.restore()
+        self.loss.model.train()
+
+    # --------------------------------------------------------------------------------------- what one more shows
+
+    def _note_number(self, split: Split, looks: Sequence[Look]) -> None:
+        """Test whether a model that gets the number divides by it."""
+        plain = next((each for each in looks[::-1] if each.shows_terms and each.loss), None)
+        if not self.ranks.any(self.setting.handed == "once" and self.by_number is None and plain is not None):
+            return
+        self._restore()
+        shown = self._look(split.one if plain is None else plain.batch, SHOWN)
+        if plain is not None and self.by_number is None:
+            self.by_number, self.moves = _shows_number(shown), shown.loss != plain.loss
+            items = SHOWN * shown.loss / plain.loss
+            self.divides = not self.by_number and items >= 1 and abs(items - round(items)) <= 1e-3
+
+    def _note_writes(self, split: Split, looks: Sequence[Look]) -> None:
         """Test whether the loss depends on state that its forward writes: a queue, a centre, a moving average."""
-        if self.ranks.any(self.writes is None and bool(readings) and self.state.wrote()):
+        if self.ranks.any(self.writes is None and bool(looks) and self.state.wrote()):
             # Another batch than the one that wrote: a loss over its own first value is one.
-            again = self._run(split.one, readings[1].number if readings else None)
-            self.writes = bool(self.writes or (readings and again.numbers != readings[1].numbers))
+            again = self._look(split.one, looks[1].number if looks else None)
+            self.writes = bool(self.writes or (looks and again.numbers != looks[1].numbers))
+
+    def _note_draws(self, split: Split, looks: list[Look]) -> None:
+        """Test whether random numbers change the loss, if it draws any: it may only print now and then."""
+        if self.ranks.any(self.draws is None and bool(looks) and looks[0].drew):
+            self._restore()
+            again = self._look(split.whole, looks[0].number if looks else None, seed=1)
+            self.draws = bool(self.draws or (looks and again.numbers != looks[0].numbers))
+        if looks:
+            looks[0] = replace(looks[0], drew=bool(self.draws and looks[0].drew))
 
     def _needs_number(self, found: LossContract) -> bool:
         """Whether the base's loss has to get the number that a custom loss passes on.
@@ -237,13 +226,13 @@ class _Observation:
     def _with_rule_of_number(self, found: LossContract) -> LossContract:
         """The contract with the rule by which a custom loss would divide, if it got no number."""
         terms = zip(found.terms, terms_of(found, self.whole), strict=True) if found.custom else ()
-        hidden = any(spec.how is How.NUMBER and not seen.total for spec, seen in terms)
+        hidden = any(spec.how is How.NUMBER and not seen.targets for spec, seen in terms)
         if not self.ranks.any(hidden and not self.setting.func):
             return found
         divisors, batch = set[float](), self.whole.batch
         try:
-            for term in self._run(batch, None).terms:
-                divisors |= {*term.divisors}
+            for term in self._look(batch, None).terms:
+                divisors |= {value for at, value in enumerate(term.factors) if term.divides(at)}
         except Exception:
             logger.debug("a loss needs its number", exc_info=True)
         self._restore()
@@ -256,23 +245,23 @@ class _Observation:
         rules = upstream_first(fitting, batch, self.window, self.setting)
         return found.with_rules_of_number(rules) if fitting else found
 
-    def _with_own_division(self, found: LossContract) -> LossContract:
+    def _with_own_scale(self, found: LossContract) -> LossContract:
         """The contract with the divisions by steps and ranks that the arguments cause."""
         setting, whole = self.setting, self.whole
-        candidates = step_candidates(found, whole, setting) if setting.custom or setting.func else []
+        by_user = setting.custom or setting.func
+        at = scale_candidates(found, whole, setting) if by_user else []
         by_number = setting.custom and any(each.how is How.NUMBER for each in found.terms)
         wider = self.ranks.any(setting.world_size > 1 and by_number)
-        if not (wider or self.ranks.any(bool(candidates))):
-            return with_kept_size(found, whole, self.window) if setting.custom or setting.func else found
-        more = self._with_more_ranks() if wider else None
-        more = more or self._run(whole.batch, whole.number, partial(self.loss.more_steps, 1))
-        found = own_division(found, candidates, whole, more, setting)
-        return with_kept_size(found, whole, self.window) if setting.custom or setting.func else found
+        if wider or self.ranks.any(bool(at)):
+            more = self._with_more_ranks() if wider else None
+            more = more or self._look(whole.batch, whole.number, partial(self.loss.more_steps, 1))
+            found = own_scale(found, at, whole, more, setting)
+        return with_kept_size(found, whole, self.window) if by_user else found
 
-    def _with_more_ranks(self) -> Reading | None:
-        """A forward with more steps and ranks; None: a loss that gathers metrics cannot run so."""
+    def _with_more_ranks(self) -> Look | None:
+        """A look with more steps and ranks; None: a loss that gathers metrics cannot run so."""
         try:
-            return self._run(self.whole.batch, self.whole.number, partial(self.loss.more_steps, RANKS))
+            return self._look(self.whole.batch, self.whole.number, partial(self.loss.more_steps, RANKS))
         except Exception:
             logger.debug("a loss was not run with other ranks", exc_info=True)
             self._restore()
@@ -286,25 +275,56 @@ class _Observation:
             self._restore()
             # A maximum may take the term with the number only where that is as small as in training.
             number = int(self.setting.upstream_number or NUMBERS[1])
-            self.moves = self._run(self.whole.batch, number).loss != self.whole.loss
+            self.moves = self._look(self.whole.batch, number).loss != self.whole.loss
         if not (unread and self.moves and self.setting.has_stock) or self.divides:
             return found
         doubt = "it depends on num_items_in_batch in a way that cannot be read"
         return replace(found, keeps_scale=True, doubt=doubt, reason=doubt)
 
-    def _run(self, batch: Mapping[str, Any], number: float | None, within: Any = nullcontext, seed: int = 0) -> Reading:
-        listed = any(next(listed_targets(each), None) is not None for each in self.window)
-        run = partial(read_batch, self.loss, batch, number, within, listed=listed, seed=seed)
-        try:
-            return run(keep=False)
-        except NotSavedError:
-            # A penalty on the gradient, adversarial noise.
-            self._restore()
-            return run(keep=True)
+    # -------------------------------------------------------------------------------------------- what is said
 
-    def _restore(self) -> None:
-        self.state.restore()
-        self.loss.model.train()
+    def _as_stock_divides(self, found: LossContract) -> LossContract:
+        """The contract of a model that divides by the number in a way that its looks do not show."""
+        setting, whole = self.setting, self.whole
+        if self.divides and found.reduction is Reduction.MEAN:
+            found = replace(found, reduction=Reduction.NUMBER)
+        elif self.divides and found.reduction is Reduction.PLAIN and setting.has_stock:
+            # Its kernel divides by the number, so it gets one, as from stock; loops pass none.
+            rule = number_rule(whole.batch, self.window, setting)
+            found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=(), hands_number=True)
+        drops = any(
+            each.how is How.MEAN and not (each.rules or seen.named or seen.by_classes)
+            for each, seen in zip(found.terms, terms_of(found, whole), strict=True)
+        )
+        if drops and setting.has_stock and not setting.custom and found.by_number and setting.upstream_number:
+            # By the number, as from stock, it trains as it does there.
+            doubt = "its model drops targets that num_items_in_batch counts; the stock Trainer's scale is kept"
+            found = replace(found, keeps_scale=True, doubt=found.doubt or doubt)
+        return found
+
+    def _with_doubts(self, found: LossContract, norm: str | None) -> LossContract:
+        """The contract, with what makes any loss depend on the split; ``norm``: a BatchNorm in training mode."""
+        doubt = found.doubt
+        if self.writes:
+            doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
+        items, pad = found.items, self.setting.decoder_pad
+        if items is not None and any(targets_padding(items, batch, pad) for batch in self.window):
+            where = "attention_mask is 0" if pad is None else f"they are padded by {pad}"
+            padding = f"padding is among its targets (labels are not -100 where {where})"
+            doubt = f"{padding}, so the loss depends on the split"
+        found = replace(found, doubt=doubt)
+        if norm is not None:
+            found = _with_batch_norm(found, norm)
+        if found.items is None and found.hands_number:
+            # Its number counts as upstream's does.
+            found = replace(found, items=number_rule(self.whole.batch, self.window, self.setting))
+        return found
+
+
+def _shows_number(seen: Look) -> bool:
+    """Whether a term is divided by the number that was passed; a model in 16 bits rounds it."""
+    forms = {float(torch.tensor(seen.number, dtype=each)) for each in (torch.float64, torch.bfloat16, torch.float16)}
+    return any(value in forms for each in seen.terms if each.readable and not each.router for value in each.factors)
 
 
 def _with_batch_norm(found: LossContract, norm: str) -> LossContract:
@@ -322,8 +342,3 @@ def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Modul
     with preserved_state(model, sharded=sharded), torch.enable_grad(), saved_tensors_hooks(kept_small, unpacked):
         shown = [is_shifted(term, batch) for term in read(call(dict(batch), None))]
     return next((shift for shift in shown if shift is not None), None)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host ran out of memory."""
-    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()

@@ -8,9 +8,8 @@ from typing import Any
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
-from hf_accum_fix.accumulation.observe import out_of_memory
+from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
-from hf_accum_fix.accumulation.reading import is_of_forward
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState

@@ -14,11 +14,11 @@ from torch import Tensor
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.look import LossRun, errors_of_forward, is_of_forward, run_with_graph
 from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.number import NUMBERS
+from hf_accum_fix.accumulation.observe import NUMBERS
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.accumulation.reading import LossRun, errors_of_forward, is_of_forward, run_with_graph
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import weigh
 from hf_accum_fix.core.host import Host

@@ -17,8 +17,8 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import inside_ddp
+from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
-from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves

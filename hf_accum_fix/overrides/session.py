@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.comparison import Setting
+from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.look import LossRun, is_of_forward
 from hf_accum_fix.accumulation.observe import observe, shift_of
-from hf_accum_fix.accumulation.own_division import BATCH_SIZE
+from hf_accum_fix.accumulation.own_scale import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
-from hf_accum_fix.accumulation.reading import LossRun, is_of_forward
 from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.host import Host

@@ -29,11 +29,11 @@ from tests.trainings import ours as by_ours
 
 #: Where the package looks: module, attribute.
 FAULTS = [
-    ("accumulation.reading", "read"),
-    ("accumulation.reading", "ways_of_counting"),
+    ("accumulation.look", "read"),
+    ("accumulation.look", "ways_of_counting"),
     ("accumulation.observe", "splits"),
-    ("accumulation.observe", "conclude"),
-    ("accumulation.checks", "matching_rules"),
+    ("accumulation.observe", "learn"),
+    ("accumulation.learn", "matching_rules"),
     ("accumulation.items", "Items.count"),
     ("accumulation.part", "Part.note"),
     ("accumulation.part", "Part.counts"),
@@ -171,13 +171,13 @@ def out_of_memory_on_the_second(output: str) -> str:
     def runs_out(*_: Any) -> Any:
         raise MemoryError("on purpose")
 
-    kept = observe.conclude
-    observe.conclude = runs_out if dist.get_rank() == 1 else kept
+    kept = observe.learn
+    observe.learn = runs_out if dist.get_rank() == 1 else kept
     try:
         with applied("apply"):
             train(EVEN_OF_TWO, CUT, Path(output))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        observe.conclude = kept
+        observe.learn = kept
     return "nothing"

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.comparison import Setting
+from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.reading import LossRun
 from tests.losses import cases as read_loss
 from tests.losses.tasks import by_share, in_common
 from tests.losses.verdicts import Verdict

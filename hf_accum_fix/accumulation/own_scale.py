@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_accum_fix.accumulation.comparison import Setting
+from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items, sample_count
-from hf_accum_fix.accumulation.reading import Reading, TermReading
+from hf_accum_fix.accumulation.look import Look, TermLook
 from hf_accum_fix.accumulation.rules import is_near
 
 #: Factors of ranks and batch size in the test forward; the steps are doubled, or tripled.
@@ -19,7 +19,7 @@ RANKS, BATCH_SIZE = 5, 7
 _INSIDE = {1.0: 0, 2.0: 1, 0.5: -1}
 
 
-def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
+def scale_candidates(found: LossContract, whole: Look, setting: Setting) -> list[tuple[int, int]]:
     """Constants that may depend on the accumulation steps: places of terms, and of their factors."""
     if setting.steps * setting.world_size == 1:
         return []
@@ -33,7 +33,7 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
         # A sum over the batch size, which may be 1.
         and (spec.how is How.SUM or not is_near(abs(value), 1.0))
         # Neither a torch loss function's own divisor nor the model's is the trainer's.
-        and not seen.is_own_count(place)
+        and not seen.is_own_divisor(place)
         and place < seen.outer
     ]
 
@@ -43,16 +43,16 @@ def _may_hold_steps(spec: TermSpec) -> bool:
     return spec.how is How.MEAN and not any(is_near(ratio, 1.0) for ratio in spec.rules.values())
 
 
-def terms_of(found: LossContract, reading: Reading) -> list[TermReading]:
+def terms_of(found: LossContract, seen: Look) -> list[TermLook]:
     """The terms of a forward in the order of a contract's."""
-    terms = reading.inside if found.inside else reading.terms
+    terms = seen.inside if found.inside else seen.terms
     return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
 
 
-def own_division(
-    found: LossContract, candidates: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
+def own_scale(
+    found: LossContract, candidates: Sequence[tuple[int, int]], whole: Look, more: Look, setting: Setting
 ) -> LossContract:
-    """Mark those `step_candidates` as the trainer's division that changed with the steps in the arguments.
+    """Mark those `scale_candidates` as the trainer's division that changed with the steps in the arguments.
 
     A constant that did not change is a coefficient, unless all that the trainer scales is times 1/G or 1/W (G or W if
     it divides by the number): then it may be either. One that changed with the ranks multiplies a loss that divides by
@@ -112,7 +112,7 @@ def own_division(
     return found
 
 
-def with_kept_size(found: LossContract, whole: Reading, window: Sequence[Mapping[str, Any]]) -> LossContract:
+def with_kept_size(found: LossContract, whole: Look, window: Sequence[Mapping[str, Any]]) -> LossContract:
     """The contract with sums over a constant that equals the samples of a micro-batch averaged, and said.
 
     A trainer may have kept its batch size as it was made, so that the constant does not move with the arguments.
@@ -120,9 +120,9 @@ def with_kept_size(found: LossContract, whole: Reading, window: Sequence[Mapping
     sizes = {float(sample_count(batch)) for batch in window}
     terms = list(found.terms)
     for at, (spec, seen) in enumerate(zip(found.terms, terms_of(found, whole), strict=True)):
-        factors = enumerate(zip(seen.factors, seen.term.factors, strict=True))
         # What moved with the steps in the arguments is the steps, not a batch size.
-        divides = (abs(n) for place, (n, each) in factors if each.divides and place not in spec.own)
+        places = (place for place in range(len(seen.factors)) if seen.divides(place) and place not in spec.own)
+        divides = (abs(seen.factors[place]) for place in places)
         kept = next((n for n in divides if _is_any(n, sizes)), None)
         if spec.how is How.SUM and kept is not None:
             why = f"the constant {kept:g} below a sum equals a micro-batch's samples: it is averaged as a batch size"
@@ -133,7 +133,7 @@ def with_kept_size(found: LossContract, whole: Reading, window: Sequence[Mapping
     return found
 
 
-def _has(other: TermReading, place: int, term: TermReading) -> bool:
+def _has(other: TermLook, place: int, term: TermLook) -> bool:
     """Whether another term has the factor in this place, too, or is the model's own loss."""
     return not other.outer or (place < other.outer and is_near(other.product([place]), term.product([place])))
 

@@ -1,10 +1,10 @@
-"""Run one batch without saving tensors for a backward, and read its loss."""
+"""Look at a loss: run one batch without a backward, and read its terms as plain numbers."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements, weights_elements
+from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.noise import WithoutNoise
@@ -27,118 +28,8 @@ from hf_accum_fix.errors import ContractError
 #: One forward: (inputs, number or None) -> loss.
 Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
-
 #: The attribute of an error that the forward of a loss has raised.
 _OF_FORWARD = "_hf_accum_fix_of_forward"
-
-
-@dataclass(frozen=True)
-class TermReading:
-    """One term in one forward, as numbers.
-
-    Attributes:
-        term: in the graph.
-        factors: as numbers.
-        value: its part of the loss; None: unknown.
-        router: the name of the router loss that it is.
-        named: the rules whose targets the leaf has saved.
-        shift: the loss drops position 0 of the labels; None: unknown.
-        classes: number of classes of a cross entropy (see `Term.classes`).
-    """
-
-    term: Term
-    factors: tuple[float, ...]
-    value: float | None
-    router: str
-    named: tuple[Items, ...]
-    shift: bool | None
-    classes: int
-
-    @property
-    def name(self) -> str:
-        """Of the leaf."""
-        return self.term.name
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Equal for the same term of another forward."""
-        return self.term.shape
-
-    @property
-    def outer(self) -> int:
-        """Number of factors above the loss that the model returned; all of them, where that is not on the path."""
-        outer = self.term.path.outer
-        return len(self.factors) if outer is None else outer
-
-    @property
-    def divisors(self) -> list[float]:
-        """The numbers that divide it."""
-        return [value for value, each in zip(self.factors, self.term.factors, strict=True) if each.divides]
-
-    @property
-    def total(self) -> float:
-        """The weight of a cross entropy's targets; 0.0: unknown."""
-        return float(getattr(self.term.leaf, "_saved_total_weight", 0.0))
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether it is a mean over the class weights of its targets."""
-        is_by_classes = self.term.divides and ignored_index(self.term) is not None
-        return is_by_classes and self.term.leaf._saved_weight is not None
-
-    @property
-    def shares_learnt(self) -> bool:
-        """Whether other terms have the same learnt factor."""
-        return self.term.path.product is None and any(each.learnt for each in self.term.factors[: self.term.path.above])
-
-    def is_own_count(self, place: int) -> bool:
-        """Whether a factor is the loss function's own divisor."""
-        return self.term.divides and place == len(self.factors) - 1
-
-    def product(self, places: Iterable[int]) -> float:
-        """The product of these factors; nan: one divides by zero."""
-        result = 1.0
-        for place in places:
-            value = self.factors[place]
-            if not self.term.factors[place].divides:
-                result *= value
-            else:
-                result = result / value if value else math.nan
-        return result
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One forward.
-
-    Attributes:
-        number: passed to it; None: none.
-        terms: with stacked numbers as rows.
-        inside: with stacked numbers as terms.
-        drew: it drew random numbers, apart from dropout.
-        warms: a term was multiplied by zero, and is left out.
-        keeps: its graph has all tensors that a backward needs.
-    """
-
-    batch: Mapping[str, Any]
-    number: float | None
-    loss: float
-    dtype: torch.dtype
-    terms: list[TermReading]
-    inside: list[TermReading]
-    drew: bool
-    warms: bool = False
-    keeps: bool = False
-
-    @property
-    def shows_terms(self) -> bool:
-        """Whether it has terms, and a finite value."""
-        return bool(self.terms) and math.isfinite(self.loss)
-
-    @property
-    def numbers(self) -> list[Any]:
-        """All values of the loss, to compare."""
-        return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
 
 
 @dataclass(frozen=True)
@@ -168,16 +59,133 @@ class LossRun:
     hand_on: Callable[[], object] = bool
 
 
-def read_batch(
+@dataclass(frozen=True)
+class TermLook:
+    """One term in one forward, as numbers.
+
+    Attributes:
+        shape: as of `loss_graph.Term`: name, whether it can be read, and (divides, learnt) of each factor.
+        factors: from the loss down.
+        value: its part of the loss; None: unknown.
+        above: number of factors that it shares with other terms.
+        outer: number of factors above the loss that the model returned; all of them, where that is not on the path.
+        own_divisor: the last factor is the loss function's own divisor.
+        rows, within, learnt, classes: as of `loss_graph.Term`.
+        router: the name of the router loss that it is.
+        ignored: the label that is no target of a cross entropy; None: it is none.
+        targets: the weight of a cross entropy's targets; 0.0: unknown.
+        named: the rules whose targets the leaf has saved.
+        shift: the loss drops position 0 of the labels; None: unknown.
+        by_classes: it is a mean over the class weights of its targets.
+        inputs: (place of a factor, name of the input that it is).
+        tensors: the places of factors that are tensors.
+        shares_learnt: other terms have the same learnt factor.
+        adds: something without a gradient is added to it.
+        sorts, weighs, layered: as of `elements`: its elements are sorted; they have weights; they pass layers.
+    """
+
+    shape: tuple[Any, ...]
+    factors: tuple[float, ...]
+    value: float | None
+    above: int
+    outer: int
+    own_divisor: bool
+    rows: int
+    within: int
+    learnt: bool
+    classes: int
+    router: str
+    ignored: int | None
+    targets: float
+    named: tuple[Items, ...]
+    shift: bool | None
+    by_classes: bool
+    inputs: tuple[tuple[int, str], ...]
+    tensors: frozenset[int]
+    shares_learnt: bool
+    adds: bool
+    sorts: bool
+    weighs: bool
+    layered: bool
+
+    @property
+    def name(self) -> str:
+        """Of the leaf."""
+        return str(self.shape[0])
+
+    @property
+    def readable(self) -> bool:
+        """Whether its leaf is a reduction."""
+        return bool(self.shape[1])
+
+    def divides(self, place: int) -> bool:
+        """Whether a factor divides it."""
+        return bool(self.shape[2 + place][0])
+
+    def is_own_divisor(self, place: int) -> bool:
+        """Whether a factor is the loss function's own divisor."""
+        return self.own_divisor and place == len(self.factors) - 1
+
+    def product(self, places: Sequence[int] | range) -> float:
+        """The product of these factors; nan: one divides by zero."""
+        result = 1.0
+        for place in places:
+            value = self.factors[place]
+            if not self.divides(place):
+                result *= value
+            else:
+                result = result / value if value else math.nan
+        return result
+
+
+@dataclass(frozen=True)
+class Look:
+    """One forward of a loss.
+
+    Attributes:
+        number: passed to it; None: none.
+        dtype: of the loss.
+        terms: with stacked numbers as rows.
+        inside: with stacked numbers as terms.
+        drew: it drew random numbers, apart from dropout.
+        warms: a term was multiplied by zero, and is left out.
+    """
+
+    batch: Mapping[str, Any]
+    number: float | None
+    loss: float
+    dtype: torch.dtype
+    terms: list[TermLook]
+    inside: list[TermLook]
+    drew: bool
+    warms: bool
+
+    @property
+    def samples(self) -> int:
+        """Of the batch."""
+        return sample_count(self.batch)
+
+    @property
+    def shows_terms(self) -> bool:
+        """Whether it has terms, and a finite value."""
+        return bool(self.terms) and math.isfinite(self.loss)
+
+    @property
+    def numbers(self) -> list[Any]:
+        """All values of the loss, to compare."""
+        return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
+
+
+def look(
     loss: LossRun,
     batch: Mapping[str, Any],
     number: float | None,
-    within: Any,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     listed: bool,
     keep: bool,
     seed: int = 0,
-) -> Reading:
+) -> Look:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     random.seed(seed)
     np.random.seed(seed)
@@ -191,9 +199,9 @@ def read_batch(
     shown = partial(read, found, captured.routers, deep=True, returned=captured.returned)
     shapes = shown(inside=False), shown(inside=True)
     kept = [without_nothing(terms) for terms in shapes]
-    rows, inside = (_filled([_term_reading(term, captured, batch) for term in terms], total) for terms in kept)
+    rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
     warms = len(kept[0]) < len(shapes[0])
-    return Reading(batch, number, total, found.dtype, rows, inside, _random_state() != before, warms, keep)
+    return Look(batch, number, total, found.dtype, rows, inside, _random_state() != before, warms)
 
 
 def run_with_graph(
@@ -225,6 +233,11 @@ def is_of_forward(error: Exception) -> bool:
     return _OF_FORWARD in vars(error)
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host ran out of memory."""
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+
+
 def kept_small(tensor: Tensor) -> Tensor | None:
     """Save counts, labels and class weights, and no activations.
 
@@ -241,39 +254,69 @@ def unpacked(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _term_reading(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermReading:
+def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
+    """A term without its nodes; after this nothing holds the graph."""
+    path, leaf = term.path, term.leaf
     with _disable_current_modes():
-        values = [each.value.detach() if isinstance(each.value, Tensor) else each.value for each in term.factors]
-        kept = None if captured.values is None else captured.values.of(term.path.top)
-        if any(bool(each.binds()) for each in term.path.bounds):
-            term = replace(term, name=f"a floor or ceiling of {term.name}", readable=False)
-        router, named = captured.routers.get(term.leaf, ""), _named(term, batch)
-        seen = TermReading(term, tuple(map(float, values)), None, router, named, is_shifted(term, batch), term.classes)
-        return seen if kept is None else replace(seen, value=float(kept) * seen.product(range(term.path.above)))
+        factors = tuple(float(f.value.detach() if isinstance(f.value, Tensor) else f.value) for f in term.factors)
+        kept = None if captured.values is None else captured.values.of(path.top)
+        binds = any(bool(each.binds()) for each in path.bounds)
+        shape = (f"a floor or ceiling of {term.name}", False, *term.shape[2:]) if binds else term.shape
+        ignored = ignored_index(term)
+        found = TermLook(
+            shape,
+            factors,
+            None,
+            path.above,
+            len(factors) if path.outer is None else path.outer,
+            own_divisor=term.divides,
+            rows=term.rows,
+            within=term.within,
+            learnt=term.learnt,
+            # Before torch 2.5 a graph hides them.
+            classes=term.classes if hasattr(leaf, "_input_metadata") else 0,
+            router=captured.routers.get(leaf, ""),
+            ignored=ignored,
+            targets=float(getattr(leaf, "_saved_total_weight", 0.0)),
+            named=() if ignored is None else tuple(_named(leaf._saved_target, ignored, batch)),
+            shift=is_shifted(term, batch),
+            by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
+            inputs=tuple(_inputs(term, batch)),
+            tensors=frozenset(place for place, f in enumerate(term.factors) if isinstance(f.value, Tensor)),
+            shares_learnt=path.product is None and any(each.learnt for each in term.factors[: path.above]),
+            adds=path.added,
+            sorts=sorts_elements(leaf),
+            weighs=weights_elements(leaf),
+            layered=not shape[1] and holds_layers(leaf),
+        )
+        return found if kept is None else replace(found, value=float(kept) * found.product(range(path.above)))
 
 
-def _filled(terms: list[TermReading], loss: float) -> list[TermReading]:
+def _filled(terms: list[TermLook], loss: float) -> list[TermLook]:
     """Assign the rest of a loss to its only term, or to the only one without a value."""
     blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
-    if len(blank) != 1 or any(each.term.path.added for each in terms):
+    if len(blank) != 1 or any(each.adds for each in terms):
         return terms
     rest = loss - math.fsum(each.value or 0.0 for each in terms if each is not blank[0])
     return [replace(each, value=rest) if each is blank[0] else each for each in terms]
 
 
-def _named(term: Term, batch: Mapping[str, Any]) -> tuple[Items, ...]:
+def _inputs(term: Term, batch: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """The factors that are inputs."""
+    of_inputs = {value.data_ptr(): key for key, value in batch.items() if isinstance(value, Tensor)}
+    for place, factor in enumerate(term.factors):
+        if factor.memory and factor.memory in of_inputs:
+            yield place, of_inputs[factor.memory]
+
+
+def _named(target: Tensor, ignored: int, batch: Mapping[str, Any]) -> Iterator[Items]:
     """The rules whose targets a cross entropy has saved."""
-    if (ignored := ignored_index(term)) is None:
-        return ()
-    target = term.leaf._saved_target
     kept = target[target != ignored].cpu()
-    named = []
     for rule in ways_of_counting(batch, (ignored,)):
         value = batch.get(rule.keys[0]) if rule.keys and rule.entry is None else None
         labels = isinstance(value, Tensor) and not value.is_floating_point() and "label" in rule.keys[0]
         if labels and torch.equal(value[rule.targets(batch)].cpu(), kept):  # type: ignore[index]
-            named.append(rule)
-    return tuple(named)
+            yield rule
 
 
 def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:

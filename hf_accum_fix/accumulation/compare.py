@@ -1,4 +1,4 @@
-"""Compare three forwards of a loss, of a batch and its two parts: match their terms, and classify the factors."""
+"""Compare looks at a batch and at its two parts: match their terms, and tell counts from constants."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from hf_accum_fix.accumulation.contract import Cause, How, TermSpec
-from hf_accum_fix.accumulation.items import sample_count
-from hf_accum_fix.accumulation.loss_graph import ignored_index
-from hf_accum_fix.accumulation.reading import Reading, TermReading
+from hf_accum_fix.accumulation.join import Split
+from hf_accum_fix.accumulation.look import Look, TermLook
 from hf_accum_fix.accumulation.rules import is_near, listed_targets
 
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
@@ -51,49 +50,51 @@ class Setting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Three forwards, of a batch and its two parts.
+    """Looks at the three batches of a split, the whole first.
 
     Attributes:
         window: the micro-batches of this rank.
-        apart: the parts are parts of the batch.
         again: another split was inconclusive, or showed coupled samples.
         by_number: the model would divide by the number, if it got it.
-        pads: a part is padded further in the batch.
     """
 
-    readings: Sequence[Reading]
+    looks: Sequence[Look]
+    split: Split
     window: Sequence[Mapping[str, Any]]
     setting: Setting
-    apart: bool = True
     again: bool = False
     by_number: bool = False
-    pads: bool = False
 
     @property
-    def whole(self) -> Reading:
-        """The forward of the batch."""
-        return self.readings[0]
+    def whole(self) -> Look:
+        """The look at the batch."""
+        return self.looks[0]
+
+    @property
+    def apart(self) -> bool:
+        """Whether the parts are parts of the batch; a loss that shows no terms is looked at once, not in parts."""
+        return self.split.apart
 
     @property
     def batches(self) -> list[Mapping[str, Any]]:
         """The batch and its parts."""
-        return [each.batch for each in self.readings]
+        return [each.batch for each in self.looks]
 
     @cached_property
     def ignored(self) -> list[int]:
         """The labels that are no targets."""
-        found = (ignored_index(each.term) for each in (*self.whole.terms, *self.whole.inside))
+        found = (each.ignored for each in (*self.whole.terms, *self.whole.inside))
         return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
 
     @property
     def shows_coupling(self) -> bool:
         """Whether coupled samples would be detected."""
-        return (self.apart and self.are_distinct) or sample_count(self.whole.batch) == 1
+        return (self.apart and self.are_distinct) or self.whole.samples == 1
 
     @property
     def are_distinct(self) -> bool:
         """Whether the parts are different batches."""
-        return self.readings[1].batch is not self.readings[2].batch
+        return self.looks[1].batch is not self.looks[2].batch
 
     @property
     def of_micro_batches(self) -> bool:
@@ -107,12 +108,14 @@ class Comparison:
 
     @property
     def tolerance(self) -> float:
-        """Relative tolerance of the loss's values."""
+        """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
+        if self.whole.drew or not self.apart:
+            return math.inf
         return self.rounding / 10 if self.again else self.rounding
 
     def are_numbers(self, values: Sequence[float]) -> bool:
         """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
-        numbers = [each.number for each in self.readings]
+        numbers = [each.number for each in self.looks]
         if None in numbers:
             return False
         # A model in 16 bits rounds it.
@@ -123,102 +126,108 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One term, or the rows of one mean, in the three forwards."""
+    """One term, or the rows of one mean, in the three looks.
+
+    Attributes:
+        spec: as concluded so far.
+        seen: in each look.
+        counts: the product of what divides it, of the factors that are no constants.
+        values: its part of each loss; None: unknown.
+        doubt, cause: why it is not exact.
+        shows: its values are conclusive.
+        grows: a batch's is near the sum of its parts', or beyond it.
+        matched: the parts have as many terms of its shape.
+    """
 
     spec: TermSpec
-    seen: tuple[TermReading, TermReading, TermReading]
+    seen: tuple[TermLook, TermLook, TermLook]
     counts: tuple[float, ...]
     values: tuple[float | None, ...]
     doubt: str = ""
     cause: Cause | None = None
     shows: bool = True
     grows: bool = False
-    #: The parts have as many terms of its shape.
     matched: bool = True
 
     def judged(
         self, doubt: str = "", cause: Cause | None = None, *, shows: bool = True, grows: bool = False, **spec: Any
     ) -> Candidate:
-        """With the conclusion from its values; ``grows``: a batch's is near the sum of its parts'."""
+        """With the conclusion from its values, and what that changes in its spec."""
         return replace(self, spec=replace(self.spec, **spec), doubt=doubt, cause=cause, shows=shows, grows=grows)
 
 
-def unexplained(candidates: Sequence[Candidate], readings: Sequence[Reading]) -> tuple[float, ...]:
-    """The loss of each forward minus the values of some terms."""
-    return tuple(
-        reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates) for at, reading in enumerate(readings)
-    )
+def candidates(compared: Comparison, *, inside: bool) -> tuple[list[Candidate], str]:
+    """The terms of three looks, matched; the second value describes a mismatch.
 
-
-def match(seen: Sequence[list[TermReading]], compared: Comparison) -> tuple[list[Candidate], str]:
-    """Match the terms of the three forwards; the second value describes a mismatch."""
-    found: list[Candidate] = []
-    mismatch = ""
-    shapes = [[each.shape for each in terms] for terms in seen]
-    for shape in dict.fromkeys(each for terms in shapes for each in terms):
-        each = [[term for term in terms if term.shape == shape] for terms in seen]
-        whole, one, other = map(len, each)
-        if _are_one_sum(each):
-            found.append(_candidate(each, None, compared))
+    ``inside``: stacked numbers are terms, not rows.
+    """
+    seen = [each.inside if inside else each.terms for each in compared.looks]
+    found, mismatch = list[Candidate](), ""
+    for shape in dict.fromkeys(each.shape for terms in seen for each in terms):
+        its = [[term for term in terms if term.shape == shape] for terms in seen]
+        whole, one, other = map(len, its)
+        if _are_one_sum(its) or (not whole == one == other and _are_rows(its, compared)):
+            found.append(_classified(its, None, compared))
         elif whole == one == other:
-            found += [
-                _candidate([[term] for term in terms], place, compared)
-                for place, terms in enumerate(zip(*each, strict=True))
-            ]
-        elif (
-            _are_rows(whole, one, other, compared.readings)
-            and len({term.classes for terms in each for term in terms}) == 1
-        ):
-            found.append(_candidate(each, None, compared))
+            by_place = enumerate(zip(*its, strict=True))
+            found += [_classified([[term] for term in terms], place, compared) for place, terms in by_place]
         else:
             mismatch = f"the loss has {whole}, {one} and {other} terms {shape[0]} in a batch and its parts"
-            found += [
-                Candidate(TermSpec(shape, place, How.PLAIN), (term,) * 3, (), (term.value,) * 3, matched=False)
-                for place, term in enumerate(each[0])
-            ]
-    return found, mismatch
+            for place, term in enumerate(its[0]):
+                spec = TermSpec(shape, place, How.PLAIN)
+                found.append(Candidate(spec, (term,) * 3, (), (term.value,) * 3, matched=False))
+    return _with_values(_counted_alike(found), compared.looks), mismatch
 
 
-def _are_one_sum(seen: Sequence[Sequence[TermReading]]) -> bool:
+def unexplained(found: Sequence[Candidate], looks: Sequence[Look]) -> tuple[float, ...]:
+    """Each loss minus the values of some terms."""
+    return tuple(each.loss - math.fsum(one.values[at] or 0.0 for one in found) for at, each in enumerate(looks))
+
+
+def _are_one_sum(seen: Sequence[Sequence[TermLook]]) -> bool:
     """Whether terms are sums over parts of a batch (chunks of its logits) that are divided by one count."""
     alike = all(len({each.factors for each in terms}) == 1 for terms in seen)
-    divides = any(each.term.divides or not each.term.readable for terms in seen for each in terms)
+    divides = any(each.own_divisor or not each.readable for terms in seen for each in terms)
     return alike and not divides and max(map(len, seen)) > 1 and len({terms[0].factors for terms in seen}) > 1
 
 
-def _are_rows(whole: int, one: int, other: int, readings: Sequence[Reading]) -> bool:
+def _are_rows(seen: Sequence[Sequence[TermLook]], compared: Comparison) -> bool:
     """Whether the number of terms is proportional to the samples: then they are rows of one mean or sum."""
-    rows = [sample_count(each.batch) for each in readings]
-    return whole == one + other and bool(one and other) and one % rows[1] == 0 and one * rows[0] == whole * rows[1]
+    (whole, one, other), samples = map(len, seen), [each.samples for each in compared.looks]
+    by_sample = one % samples[1] == 0 and one * samples[0] == whole * samples[1]
+    return (
+        whole == one + other
+        and min(one, other) > 0
+        and by_sample
+        and len({t.classes for its in seen for t in its}) == 1
+    )
 
 
-def _candidate(terms: Sequence[Sequence[TermReading]], place: int | None, compared: Comparison) -> Candidate:
-    """Classify the factors of one term: counts, the number, constants."""
+def _classified(terms: Sequence[Sequence[TermLook]], place: int | None, compared: Comparison) -> Candidate:
+    """Tell the factors of one term apart: counts, the number, constants."""
     first = (terms[0][0], terms[1][0], terms[2][0])
     rule = next(listed_targets(compared.whole.batch), None)
-    listed = None if rule is None else [float(rule.count(batch)) for batch in compared.batches]
-    totals = [each.total for each in first]
-    targets = totals if any(totals) else None
-    guarded = [[max(n, 1.0) for n in each] for each in (listed, targets) if each is not None]
-    numbered: list[int] = []
-    moving: list[int] = []
+    listed = [] if rule is None else [float(rule.count(batch)) for batch in compared.batches]
+    targets = [each.targets for each in first] if any(each.targets for each in first) else []
+    guarded = [[max(n, 1.0) for n in each] for each in (listed, targets) if each]
+    numbered, moving = list[int](), list[int]()
     for at, values in enumerate(zip(*(each.factors for each in first), strict=True)):
-        is_own = first[0].is_own_count(at)
+        is_own = first[0].is_own_divisor(at)
         if place is None and is_own:
             # Each row has its own count.
             continue
         if compared.are_numbers(values):
             numbered.append(at)
             continue
-        # A loss function's own divisor is a count, even if it is the same in every micro-batch.
         same = is_near(values[0], values[1]) and is_near(values[0], values[2])
-        is_guarded = first[0].term.factors[at].divides and list(values) in guarded
-        if not same or is_guarded or (is_own and not compared.apart):
+        # A loss function's own divisor is a count, even if it is the same in every micro-batch.
+        is_count = (is_own and not compared.apart) or (first[0].divides(at) and list(values) in guarded)
+        if not same or is_count:
             moving.append(at)
     counts = tuple(
         1 / each.product(moving) if moving and all(each.factors[at] for at in moving) else 0.0 for each in first
     )
-    if targets is not None and counts == tuple(max(n, 1.0) for n in targets):
+    if targets and list(counts) == [max(n, 1.0) for n in targets]:
         # It divides by at least 1.
         counts = tuple(targets)
     if moving and not numbered and compared.apart and not is_near(counts[0], counts[1] + counts[2], 1e-5):
@@ -228,21 +237,38 @@ def _candidate(terms: Sequence[Sequence[TermReading]], place: int | None, compar
     if not numbered and compared.are_numbers(counts):
         # A mean times items / number: the product is 1 / number.
         numbered = moving
+    values_known = [None not in (each.value for each in its) for its in terms]
     sums = tuple(
-        None if any(s.value is None for s in each) else math.fsum(s.value or 0.0 for s in each) for each in terms
+        math.fsum(each.value or 0.0 for each in its) if known else None
+        for its, known in zip(terms, values_known, strict=True)
     )
-    if numbered:
-        return Candidate(TermSpec(first[0].shape, place, How.NUMBER, tuple(numbered)), first, counts, sums)
-    spec = TermSpec(first[0].shape, place, How.MEAN if moving else How.PLAIN, tuple(moving))
-    return Candidate(replace(spec, counted=counts) if moving else spec, first, counts, sums)
+    spec = TermSpec(first[0].shape, place, How.NUMBER if numbered else How.MEAN if moving else How.PLAIN)
+    if numbered or moving:
+        spec = replace(spec, counts=tuple(numbered or moving), counted=spec.counted if numbered else counts)
+    return Candidate(spec, first, counts, sums)
 
 
-def with_values(candidates: list[Candidate], readings: Sequence[Reading]) -> list[Candidate]:
+def _counted_alike(found: Sequence[Candidate]) -> list[Candidate]:
+    """The terms, with the count of the first that divides by the same but for rounding.
+
+    The two terms of a cross entropy with class weights and smoothed labels do.
+    """
+    alike = list[Candidate]()
+    for each in found:
+        before = (one.counts for one in alike if len(one.counts) == len(each.counts) > 0)
+        counts = next((one for one in before if all(map(is_near, one, each.counts))), each.counts)
+        counted = counts if each.spec.counted == each.counts else each.spec.counted
+        alike.append(replace(each, counts=counts, spec=replace(each.spec, counted=counted)))
+    return alike
+
+
+def _with_values(found: list[Candidate], looks: Sequence[Look]) -> list[Candidate]:
     """Assign the rest of the loss to the terms without a value, if they share their counts."""
-    blank = [each for each in candidates if None in each.values]
+    blank = [each for each in found if None in each.values]
     if not blank or len({each.counts for each in blank}) > 1:
-        return candidates
-    rest = unexplained([each for each in candidates if each not in blank], readings)
+        return found
+    rest = unexplained([each for each in found if each not in blank], looks)
     nothing = (0.0,) * len(rest)
-    given = {id(each): rest if each is blank[0] else nothing for each in blank}
-    return [replace(each, values=given.get(id(each), each.values)) for each in candidates]
+    return [
+        each if each not in blank else replace(each, values=rest if each is blank[0] else nothing) for each in found
+    ]
