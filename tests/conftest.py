@@ -1,7 +1,7 @@
 """What every test gets: a check that it left the Trainer class as it found it, and a short garbage collection.
 
 Every test of `SLOW` has the mark ``slow``, unless it needs another release: what starts ranks, launchers or fresh
-processes that import torch belongs there.
+processes that import torch belongs there. What is in `THOROUGH` tests a part that rarely changes, before a release.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ SLOW = (
     "verify/test_verify.py",
 )
 
+#: Folders of which CI runs a few files only.
+THOROUGH = {
+    "monitor": ("test_callbacks.py", "test_loss.py", "test_monitor.py", "test_never_ends_a_run.py", "test_watch.py")
+}
 
 #: Marks of what needs another release, another library or a device, and has its own step in CI.
 ELSEWHERE = ("cpu_adam", "deepspeed", "gpu", "liger", "llama_factory", "releases", "releases_all", "swift")
@@ -75,6 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tests = {f"{path}::{name}" for name in (item.originalname, item.name)}  # type: ignore[attr-defined]
         if slow & {*map(str, path.parents), str(path), *tests} and not any(map(item.get_closest_marker, ELSEWHERE)):
             item.add_marker(pytest.mark.slow)
+        if path.name not in THOROUGH.get(str(path.parent), (path.name,)):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,6 @@ class Comparison:
 
     Attributes:
         window: the micro-batches of this rank.
-        again: another split was inconclusive, or showed coupled samples.
         by_number: the model would divide by the number, if it got it.
     """
 
@@ -62,7 +61,6 @@ class Comparison:
     split: Split
     window: Sequence[Mapping[str, Any]]
     setting: Setting
-    again: bool = False
     by_number: bool = False
 
     @property
@@ -109,9 +107,7 @@ class Comparison:
     @property
     def tolerance(self) -> float:
         """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
-        if self.whole.drew or not self.apart:
-            return math.inf
-        return self.rounding / 10 if self.again else self.rounding
+        return math.inf if self.whole.drew or not self.apart else self.rounding
 
     def are_numbers(self, values: Sequence[float]) -> bool:
         """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
@@ -176,7 +172,7 @@ def candidates(compared: Comparison, *, inside: bool) -> tuple[list[Candidate], 
             for place, term in enumerate(its[0]):
                 spec = TermSpec(shape, place, How.PLAIN)
                 found.append(Candidate(spec, (term,) * 3, (), (term.value,) * 3, matched=False))
-    return _with_values(_counted_alike(found), compared.looks), mismatch
+    return _with_values(found, compared.looks), mismatch
 
 
 def unexplained(found: Sequence[Candidate], looks: Sequence[Look]) -> tuple[float, ...]:
@@ -227,9 +223,6 @@ def _classified(terms: Sequence[Sequence[TermLook]], place: int | None, compared
     counts = tuple(
         1 / each.product(moving) if moving and all(each.factors[at] for at in moving) else 0.0 for each in first
     )
-    if targets and list(counts) == [max(n, 1.0) for n in targets]:
-        # It divides by at least 1.
-        counts = tuple(targets)
     if moving and not numbered and compared.apart and not is_near(counts[0], counts[1] + counts[2], 1e-5):
         # A part without items divides by at least 1.
         without = tuple(0.0 if n == 1 and each.value == 0 else n for n, each in zip(counts, first, strict=True))
@@ -237,29 +230,11 @@ def _classified(terms: Sequence[Sequence[TermLook]], place: int | None, compared
     if not numbered and compared.are_numbers(counts):
         # A mean times items / number: the product is 1 / number.
         numbered = moving
-    values_known = [None not in (each.value for each in its) for its in terms]
-    sums = tuple(
-        math.fsum(each.value or 0.0 for each in its) if known else None
-        for its, known in zip(terms, values_known, strict=True)
-    )
-    spec = TermSpec(first[0].shape, place, How.NUMBER if numbered else How.MEAN if moving else How.PLAIN)
-    if numbered or moving:
-        spec = replace(spec, counts=tuple(numbered or moving), counted=spec.counted if numbered else counts)
-    return Candidate(spec, first, counts, sums)
-
-
-def _counted_alike(found: Sequence[Candidate]) -> list[Candidate]:
-    """The terms, with the count of the first that divides by the same but for rounding.
-
-    The two terms of a cross entropy with class weights and smoothed labels do.
-    """
-    alike = list[Candidate]()
-    for each in found:
-        before = (one.counts for one in alike if len(one.counts) == len(each.counts) > 0)
-        counts = next((one for one in before if all(map(is_near, one, each.counts))), each.counts)
-        counted = counts if each.spec.counted == each.counts else each.spec.counted
-        alike.append(replace(each, counts=counts, spec=replace(each.spec, counted=counted)))
-    return alike
+    of_looks = [[each.value for each in its] for its in terms]
+    values = tuple(None if None in its else math.fsum(each or 0.0 for each in its) for its in of_looks)
+    how = How.NUMBER if numbered else How.MEAN if moving else How.PLAIN
+    spec = TermSpec(first[0].shape, place, how, tuple(numbered or moving))
+    return Candidate(replace(spec, counted=counts) if how is How.MEAN else spec, first, counts, values)
 
 
 def _with_values(found: list[Candidate], looks: Sequence[Look]) -> list[Candidate]:

@@ -35,18 +35,13 @@ class How(str, Enum):
 
 
 class Cause(Enum):
-    """What a doubt about a loss comes from, so far as it says whether another split of the samples may remove it."""
+    """What a doubt about a loss comes from; all but `HIDDEN` may come from splitting rows that belong together."""
 
     COUNT = "a factor is neither a count nor a constant"
     TERMS = "a batch and its parts have other terms"
     PADDING = "padding, or coupled samples"
     COUPLED = "coupled samples"
     HIDDEN = "the graph hides it"
-
-    @property
-    def may_be_the_split(self) -> bool:
-        """Whether it may come from splitting rows that belong together."""
-        return self is not Cause.HIDDEN
 
 
 @dataclass(frozen=True)
@@ -138,12 +133,11 @@ class LossContract:
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
         hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
         dtype: of the loss, in which its weights are computed.
-        coupled: the loss of a batch is no weighted mean over its parts.
         keeps_scale: the whole loss keeps the stock Trainer's scale, and gets its number, since its own cannot be known.
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
         by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
-        cause: what the doubt comes from, as far as splits of the samples show it.
+        cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
         unchecked: why coupled samples would not be detected; empty: they would.
         warms: a term was multiplied by zero, and may come later.
         conclusive: False: it is observed again in the next window.
@@ -163,7 +157,6 @@ class LossContract:
     custom: bool = False
     hands_number: bool = True
     dtype: torch.dtype = torch.float32
-    coupled: bool = False
     keeps_scale: bool = False
     takes_world_size: bool | None = None
     by_divisor: bool = False
@@ -287,7 +280,7 @@ class LossContract:
         # Terms that count other items are of another loss.
         both = zip(self.terms, later.terms, strict=True)
         is_other = any(one.rules and other.rules and not one.with_rules_of(other).rules for one, other in both)
-        return later.may_be_the_split > self.may_be_the_split or (later.exact and is_other)
+        return self.adds_up > later.adds_up or (later.exact and is_other)
 
     @property
     def has_router_loss(self) -> bool:
@@ -295,14 +288,14 @@ class LossContract:
         return bool(self.router_coefficient or self.router_z_coefficient)
 
     @property
-    def may_be_the_split(self) -> bool:
-        """Whether the split that it was concluded from may have separated rows that belong together."""
-        return self.coupled or (self.cause is not None and self.cause.may_be_the_split)
+    def adds_up(self) -> bool:
+        """Whether its split has shown that its terms add up, or the graph hides them."""
+        return self.cause in (None, Cause.HIDDEN)
 
     @property
-    def does_not_add_up(self) -> bool:
-        """Whether its split has shown terms that do not add up, and not only other ones."""
-        return bool(self.doubt) and self.cause not in (Cause.TERMS, Cause.HIDDEN)
+    def coupled(self) -> bool:
+        """Whether the loss of a batch is no weighted mean over its parts."""
+        return self.cause is Cause.COUPLED
 
     @property
     def by_number(self) -> bool:

@@ -83,7 +83,7 @@ def splits(window: Sequence[Batch], *, has_decoder: bool = False) -> Iterator[Sp
 
 
 def _ordered(window: Sequence[Batch]) -> list[Batch]:
-    """Micro-batches, the one with most targets first, then those of another width, and with fewer targets."""
+    """Micro-batches, the one with most targets first, then those of another width, of which the joined one is small."""
 
     def targets(batch: Batch) -> float:
         return float(next(ways_of_counting(batch)).count(batch))
@@ -91,7 +91,13 @@ def _ordered(window: Sequence[Batch]) -> list[Batch]:
     batch, *rest = sorted(window, key=targets, reverse=True)
     # What has no target shows nothing, but beside a single sample.
     others = [each for each in reversed(rest) if targets(each)] or (rest if sample_count(batch) == 1 else [])
-    return [batch, *sorted(others, key=lambda each: not _widths(batch) ^ _widths(each))]
+    return [batch, *sorted(others, key=lambda each: (not _widths(batch) ^ _widths(each), _size(batch, each)))]
+
+
+def _size(one: Batch, other: Batch) -> int:
+    """Positions of two micro-batches as one, in the memory of which it has to run."""
+    width = max((columns for _, columns in _widths(one) | _widths(other)), default=1)
+    return (sample_count(one) + sample_count(other)) * width
 
 
 def _halves(batch: Batch, blocks: int) -> tuple[Batch, Batch, Batch] | None:

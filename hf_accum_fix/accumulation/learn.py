@@ -71,7 +71,6 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         dtype=whole.dtype,
         doubt=doubt,
         cause=cause,
-        coupled=any(each.cause is Cause.COUPLED for each in judged),
         # A sum whose scale cannot be read.
         keeps_scale=setting.has_stock and any(each.grows for each in judged),
         # A custom loss may add the router loss itself.
@@ -119,18 +118,14 @@ def _specs(
     """The terms' specs, and the first reason why they are not exact, with its cause."""
     specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
     doubts = [(mismatch, Cause.TERMS), *((each.doubt, each.cause) for each in judged)]
-    if mismatch:
-        # Where other terms come and go, a factor that no rule counts may depend on them.
-        specs = tuple(
-            each if each.rules or each.how is not How.MEAN else replace(each, how=How.PLAIN) for each in specs
-        )
     if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in judged):
         # No hook separates them.
         doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
         specs = tuple(each if each.how is How.NUMBER else replace(each, how=How.PLAIN) for each in specs)
     if adds is How.PLAIN:
         doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", None))
-    return specs, *next((each for each in doubts if each[0]), ("", None))
+    doubt, cause = next((each for each in doubts if each[0]), ("", None))
+    return specs, doubt, Cause.COUPLED if Cause.COUPLED in {each for _, each in doubts} else cause
 
 
 def _classes(candidate: Candidate, compared: Comparison) -> int:
@@ -141,17 +136,11 @@ def _classes(candidate: Candidate, compared: Comparison) -> int:
 
 
 def _added(judged: Sequence[Candidate], compared: Comparison) -> How:
-    """Classify the part without a gradient: a mean over the terms' items, a constant, or neither."""
+    """Whether the part without a gradient is a constant."""
     if any(None in each.values for each in judged):
         return How.PLAIN
-    looks, tolerance = compared.looks, compared.tolerance
-    rests, counts = unexplained(judged, looks), judged[0].counts
-    is_mean = judged[0].spec.how is How.MEAN and len({each.spec.group for each in judged}) == 1
-    if is_mean and len(counts) == len(looks):
-        sums = [n * rest for n, rest in zip(counts, rests, strict=True)]
-        if abs(sums[0] - sums[1] - sums[2]) <= tolerance * abs(counts[0] * looks[0].loss):
-            return How.MEAN
-    is_same = max(rests) - min(rests) <= tolerance * max(abs(each.loss) for each in looks)
+    rests = unexplained(judged, compared.looks)
+    is_same = max(rests) - min(rests) <= compared.tolerance * max(abs(each.loss) for each in compared.looks)
     return How.CONSTANT if is_same else How.PLAIN
 
 
@@ -195,9 +184,7 @@ def _judged_mean(candidate: Candidate, compared: Comparison, known: Sequence[Ite
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return candidate.judged("" if compared.setting.has_z_loss else doubt, how=How.ROUTER, rules=rules)
     if not compared.apart and whole.readable and (rules or whole.own_divisor):
-        # One batch does not show whether a tensor is constant.
-        hides = whole.tensors - {*spec.counts}
-        return candidate.judged(how=How.PLAIN if hides else How.MEAN, rules=rules)
+        return candidate.judged(rules=rules)
     if whole.rows and any(
         seen.rows * compared.whole.samples != whole.rows * look.samples
         for seen, look in zip(candidate.seen, compared.looks, strict=True)
@@ -223,10 +210,6 @@ def _judged_mean(candidate: Candidate, compared: Comparison, known: Sequence[Ite
     doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
     if whole.sorts:
         doubt = f"elements of {whole.name} are sorted, and what is left out depends on the micro-batch"
-    shared = ([each.factors[at] for each in candidate.seen] for at in spec.counts if at < whole.above)
-    if any(not is_near(a, b + c, 1e-5) for a, b, c in shared):
-        # (a + b) / (a + b).detach() may add up where both have as many items.
-        doubt = "one number that is no count divides several of its terms"
     # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on;
     # a loss over its own value has that anyway.
     varies = not (has_values and compared.are_distinct and any(values)) or any(

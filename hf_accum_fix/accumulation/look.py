@@ -78,7 +78,6 @@ class TermLook:
         shift: the loss drops position 0 of the labels; None: unknown.
         by_classes: it is a mean over the class weights of its targets.
         inputs: (place of a factor, name of the input that it is).
-        tensors: the places of factors that are tensors.
         shares_learnt: other terms have the same learnt factor.
         adds: something without a gradient is added to it.
         sorts, weighs, layered: as of `elements`: its elements are sorted; they have weights; they pass layers.
@@ -101,7 +100,6 @@ class TermLook:
     shift: bool | None
     by_classes: bool
     inputs: tuple[tuple[int, str], ...]
-    tensors: frozenset[int]
     shares_learnt: bool
     adds: bool
     sorts: bool
@@ -282,7 +280,6 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             shift=is_shifted(term, batch),
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
             inputs=tuple(_inputs(term, batch)),
-            tensors=frozenset(place for place, f in enumerate(term.factors) if isinstance(f.value, Tensor)),
             shares_learnt=path.product is None and any(each.learnt for each in term.factors[: path.above]),
             adds=path.added,
             sorts=sorts_elements(leaf),

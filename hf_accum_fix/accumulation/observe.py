@@ -137,8 +137,7 @@ class _Observation:
             self._note_draws(split, looks)
             self._restore()
             if looks and is_open:
-                again, by_number = choice.found is not None, bool(self.by_number)
-                compared = Comparison(looks, split, self.window, self.setting, again, by_number)
+                compared = Comparison(looks, split, self.window, self.setting, bool(self.by_number))
                 choice.take(split, learn(compared), looks[0])
             following = next((each for each in left if choice.needs(each)), None) if is_open else None
             split, is_open = following or split, following is not None
