@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
+from hf_accum_fix.accumulation.comparison import Setting
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.count import WindowCounts
+from hf_accum_fix.core.host import Facts
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.errors import ContractError
@@ -34,15 +36,13 @@ class Told(LoopHost):
 
     def __init__(self) -> None:
         super().__init__(None, 2, Options())
+        self.trained = nn.Linear(1, 1)
 
-    def look(self, batches: Sequence[Any]) -> None:
-        """Nothing computes the loss."""
-
-    def observe(self, batches: Sequence[Any], number: Any, synced: Any) -> LossContract | None:
+    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
         seen, error = self.seen
         if error is not None:
             raise error
-        return seen
+        return Facts(Setting(), unobserved=seen)
 
 
 def settled_in(host: Told, window: Sequence[Any], seen: LossContract | None) -> LossContract:
@@ -62,7 +62,7 @@ def test_a_loss_that_may_change_is_observed_again_where_all_ranks_hear_of_it(
 ) -> None:
     """The collective by which they would is read on the CPU only."""
     host = Told()
-    settled_in(host, [BATCH, BATCH], replace(MEAN, unseen=True))
+    settled_in(host, [BATCH, BATCH], replace(MEAN, terms=(TermSpec(("NllLossBackward0", True)),)))
     host.world_size, host.device = ranks, torch.device(device)
     Window(host, [], WindowCounts()).close(nn.Linear(1, 1))
     assert host.state.reconsiders is again

@@ -84,10 +84,10 @@ def count_window(
     elif error is not None:
         raise error
     asks, differs, inexact, troubled = flags
-    if troubled and (host.hears or not each):
+    if troubled and (host.knows_other_ranks or not each):
         # Where flags are not read, a rank falls back micro-batch by micro-batch.
         raise StandAsideError
-    if asks and host.hears:
+    if asks and host.knows_other_ranks:
         return None
     if asks:
         host.report_inexact("it has micro-batches of a task that was not observed")
@@ -98,7 +98,7 @@ def count_window(
     state.unreported = False
     counts, summed = WindowCounts(zero, each, None if number is None else items[-1]), iter(items)
     of_losses = [{rule: next(summed) for rule in its} for its in rules]
-    lengths = (len(batches), host.data_ranks, state.corrects > 0 and not is_deepspeed(host.accelerator))
+    lengths = (len(batches), host.data_ranks, state.windows_to_correct > 0 and not is_deepspeed(host.accelerator))
     try:
         _set_parts(host, counts, of_losses, batches)
         _note_inexact(host, counts, batches)
@@ -133,7 +133,7 @@ def _over_ranks(
     ranks.check_status(summed, runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
     # Tensor-parallel ranks have all counted the same samples.
     copies = host.world_size // host.data_ranks
-    heard = [*map(bool, found.tolist())] if host.hears else flags
+    heard = [*map(bool, found.tolist())] if host.knows_other_ranks else flags
     return [*(counts[:-1] / copies), counts[-1]], heard, routing / copies
 
 
@@ -159,15 +159,15 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
     losses = [each for each in state.losses if each.contract is not None]
     # Reading would wait for another device. First, since the contracts may change.
     differs = [
-        host.on_cpu and _rules_differ(host, loss, by_rule, counts.number)
+        host.reads_are_free and _rules_differ(host, loss, by_rule, counts.number)
         for loss, by_rule in zip(losses, totals, strict=True)
     ]
     samples = torch.stack([by_rule[Items()] for by_rule in totals]) if len(totals) > 1 else None
     # One number cannot correct several losses; where samples are not read, a window may have all of them.
-    one_loss = samples is None or (host.on_cpu and int((samples > 0).sum()) <= 1)
-    corrects = state.corrects > 0 or (host.data_ranks == 1 and host.corrects_alone)
+    one_loss = samples is None or (host.reads_are_free and int((samples > 0).sum()) <= 1)
+    corrects = state.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
     corrects = corrects and one_loss and not is_deepspeed(host.accelerator)
-    state.corrects = max(state.corrects - 1, 0)
+    state.windows_to_correct = max(state.windows_to_correct - 1, 0)
     # Of the samples that have each loss (see `tasks`).
     shares = [1.0] if samples is None else [*(samples.clamp(min=1) / samples.sum().clamp(min=1))]
     lengths = (len(batches), host.data_ranks, corrects, engine_divisor(host.accelerator))
@@ -203,7 +203,7 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts)
     totals = [dict.fromkeys(places, zero) for places in means]
     if batches:
         with (
-            host.loss_run(batches) as run,
+            host.run(batches) as run,
             preserved_state(run.model, *run.others, leave=run.leave, sharded=holds_shards(run.model)),
         ):
             for batch, its in zip(batches, counts.each, strict=True):
@@ -268,7 +268,7 @@ def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> N
     contracts = map(state.contract_of, batches)
     exact = all(each.exact or each.by_divisor or each.reason == NO_TARGET_SEEN for each in contracts)
     # Without a target the gradient is zero, whatever the loss.
-    if not exact and not (host.on_cpu and bool(empty)):
+    if not exact and not (host.reads_are_free and bool(empty)):
         state.note_inexact()
     counted = {key for rule in state.contracts[0].rules for key in rule.keys}
     for batch in batches if host.options.contract is not None and counted else ():
@@ -332,7 +332,7 @@ def _by_forwards(
     if not batches:
         return instead, error
     try:
-        with host.routing(batches) as run:
+        with host.run_counting(batches) as run:
             number = torch.ones((), dtype=count_dtype(host.device), device=host.device)
             passed = None if host.contract is None else host.contract.as_number(number)
 

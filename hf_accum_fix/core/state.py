@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,8 @@ from hf_accum_fix.accumulation.weigh import covers
 
 #: The first windows, in each of which the losses are observed, by other samples.
 ATTEMPTS = 3
+#: For all windows.
+ALWAYS = sys.maxsize
 #: Most windows in which a loss that changed is observed again.
 RECONSIDERED = 8
 
@@ -63,7 +65,7 @@ class TrainingState:
             tasks are not distinguished.
         without_target: the other tasks, trained as the first, and the window in which they were last observed.
         given_for: the first micro-batch's labels that a given contract counts.
-        corrects: so many of the next windows have their gradient multiplied by predicted over seen items; inf: all.
+        windows_to_correct: so many of the next windows have their gradient multiplied by predicted over seen items.
         differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
         unread: windows since the last log with other counts than predicted; a tensor on the device, if any.
         empty: a window had no target; a tensor on the device.
@@ -82,7 +84,7 @@ class TrainingState:
     tasks: dict[Task, LossState] = field(default_factory=dict)
     without_target: dict[Task, int] = field(default_factory=dict)
     given_for: Task | None = None
-    corrects: float = 0
+    windows_to_correct: int = 0
     differs: bool = False
     unread: Tensor | int = 0
     empty: Tensor | bool = False
@@ -122,7 +124,7 @@ class TrainingState:
         """Whether a task was observed on targets, or in this window."""
         return self.loss_of(task) is not None or self.without_target.get(task) == self.opened
 
-    def take(self, contract: LossContract, loss: LossState) -> None:
+    def use_contract(self, contract: LossContract, loss: LossState) -> None:
         """Use a contract from this window on."""
         for before in (loss.contract, *loss.earlier):
             # A loss of one term is corrected, and keeps a single rule.
@@ -133,19 +135,19 @@ class TrainingState:
             # What has come may go.
             self.looks_until = max(self.looks_until, self.opened + 1)
         loss.contract = contract
-        always = loss is not self.first and self.corrects == math.inf
+        always = loss is not self.first and self.windows_to_correct > ATTEMPTS
         if always or any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract)):
-            self.corrects = math.inf
+            self.windows_to_correct = ALWAYS
         else:
             # No window has confirmed its rules yet.
-            self.corrects = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
+            self.windows_to_correct = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
 
-    def take_earlier(self, contract: LossContract, terms: Sequence[tuple[Any, int]]) -> bool:
+    def use_earlier(self, contract: LossContract, terms: Sequence[tuple[Any, int]]) -> bool:
         """Replace a contract by an earlier one of its loss that `covers` these terms; False: none does."""
         for loss in self.losses:
             for before in loss.earlier if loss.contract is contract else ():
                 if covers(before.terms, terms):
-                    self.take(before, loss)
+                    self.use_contract(before, loss)
                     return True
         return False
 
@@ -157,7 +159,7 @@ class TrainingState:
         """After a window with other items than predicted: correct losses of one count, count others by forwards."""
         for loss in self.losses:
             if loss.contract is None or loss.contract.groups <= 1:
-                self.corrects = math.inf
+                self.windows_to_correct = ALWAYS
             else:
                 loss.counts_by_forwards = True
 
@@ -187,4 +189,4 @@ class TrainingState:
         """The report's entries for several losses; empty: there is one."""
         if len(self.losses) < 2:
             return {}
-        return {"kinds": {describe(task): each.contract.facts() for task, each in self.tasks.items() if each.contract}}
+        return {"tasks": {describe(task): each.contract.facts() for task, each in self.tasks.items() if each.contract}}

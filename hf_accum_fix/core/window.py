@@ -23,12 +23,15 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import Counts, count_by_rules, count_dtype
 from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.accumulation.reading import is_of_forward
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Weighed, weigh
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
 from hf_accum_fix.engines.engine import is_deepspeed
+from hf_accum_fix.engines.ranks import is_told
+from hf_accum_fix.errors import AccumFixError, StandAsideError
 
 _READING = "comparing a window's counts with those predicted"
 
@@ -114,7 +117,7 @@ class Window:
             if not unlike.other_terms:
                 for loss in state.losses:
                     loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
-            elif not state.take_earlier(unlike.contract, unlike.other_terms):
+            elif not state.use_earlier(unlike.contract, unlike.other_terms):
                 state.reconsider()
                 if not state.reconsiders:
                     return False
@@ -139,7 +142,7 @@ class Window:
         host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
         is_read = any(each.is_read for each in state.contracts)
-        if host.hears and host.is_split and is_read and state.opened < state.looks_until:
+        if host.knows_other_ranks and host.is_split and is_read and state.opened < state.looks_until:
             state.reconsider()
         if not self.batches:
             return None
@@ -154,7 +157,7 @@ class Window:
         if unread := [differs for differs in looked if differs is not None]:
             state.unread = state.unread + torch.stack(unread).any().long()
         mispredicted = isinstance(times, float) and any(part.contract.rules for part in parts)
-        if host.hears and (mispredicted or any(part.changed for part in parts)):
+        if host.knows_other_ranks and (mispredicted or any(part.changed for part in parts)):
             state.reconsider()
         if times is not None:
             scale_gradients(model, times)
@@ -217,6 +220,27 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
     if host.readable:
         host.contained("reading what windows have shown", host.read, None)
     return Window(host, list(batches), counts)
+
+
+def open_unless_aside(
+    host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None
+) -> Window | None:
+    """`open_window`; None: looking failed on a rank, so that the training goes on as without us."""
+    if not host.state.aside:
+        try:
+            return open_window(host, batches, number, error)
+        except StandAsideError:
+            host.stand_aside()
+        except Exception as caught:
+            if caught is error or isinstance(caught, AccumFixError) or is_of_forward(caught) or is_told(caught):
+                raise
+            # A fault in our code that no collective has told of is the same on every rank.
+            host.note_trouble("looking at a window", caught)
+            host.stand_aside()
+    host.state.note_inexact()
+    if error is not None:
+        raise error
+    return None
 
 
 def scale_gradients(model: nn.Module, times: Tensor | float) -> None:

@@ -35,10 +35,11 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed
+from hf_accum_fix.core.backward import made_of
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, loses_micro_batches, reduced_in, set_last_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, loses_micro_batches, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import averages_tokens, counts_itself, gradient_versions, is_custom, scales_itself
@@ -177,7 +178,7 @@ class MicroBatch:
         if self._looks and window.gradients is None:
             window.gradients = gradient_versions(self._model)
         with (
-            capture(self.part.contract, session.bare()) as self._captured,
+            capture(self.part.contract, session.bare(session.trainer.model)) as self._captured,
             overridden(session, "base_loss", self.base_loss),
             overridden(session, "outside_micro_batch", lambda: overridden(self, "_inside", True)),
             overridden(session.trainer, "compute_loss", self.compute_loss),
@@ -316,9 +317,7 @@ class MicroBatch:
         is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
         if is_news or keeps_scale:
             # On the loss since ``compute_loss`` returned it.
-            own = (term for term in read(passed, (self._node,)) if term.leaf is self._node)
-            for each in (factor for term in own for factor in term.factors):
-                factor = factor / float(each.value) if each.divides else factor * float(each.value)
+            factor = float(made_of(passed, (self._node,))[0])
         if is_news:
             self.session.contained("reporting a loss", partial(self._announce, factor * steps / divides), None)
         # Some terms may keep the stock Trainer's scale, and its engine's division.
@@ -336,9 +335,7 @@ class MicroBatch:
         session.record(
             contract,
             len(self.window.batches),
-            trainer=type(session.trainer).__name__,
             router_loss=session.router.in_force.value,
-            reduced_in=reduced_in(self._engine, self._model) if world_size > 1 else [],
             stock_gradient_factor=factor,
             stock_router_factor=router_factor,
         )

@@ -140,7 +140,7 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
 def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
     """Train as stock where a trainer counts the items that its model divides by in its own way."""
     counts, contract = window.counts, window.counts.parts[0].contract
-    if number is None or contract.custom or not session.takes_number or not session.on_cpu:
+    if number is None or contract.custom or not session.takes_number or not session.reads_are_free:
         return
     of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
     if abs(of_all - total) > 1e-6 * total:
@@ -169,7 +169,7 @@ def _number_of(session: Session, window: Window | None, upstream_number: Any) ->
     if not contract.by_number:
         return upstream_number
     if part.is_whole:
-        if window.host.on_cpu and counts.total != number:
+        if window.host.reads_are_free and counts.total != number:
             n, upstreams = float(counts.total), float(number)
             window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
         return upstream_number
