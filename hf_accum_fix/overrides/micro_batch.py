@@ -15,8 +15,6 @@ A custom ``training_step`` that never calls the base's may change the loss after
 from __future__ import annotations
 
 import copy
-import logging
-import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -27,9 +25,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
-from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
@@ -39,21 +35,19 @@ from hf_accum_fix.core.backward import made_of
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, loses_micro_batches, set_last_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import averages_tokens, counts_itself, gradient_versions, is_custom, scales_itself
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.overrides.stock_scale import announce_first_loss
+from hf_accum_fix.overrides.unobserved import divides_by, weigh_by_divisor
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-logger = logging.getLogger("hf_accum_fix")
-
 #: Cached at import: the look-up costs more than a micro-batch.
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
-#: Stock passes no count to heads that would divide by it, so they return their own mean.
-_NUMBER_DROPPED = is_present("item-count-dropped-again", transformers.__version__)
 #: Methods between a micro-batch and the base's loss.
 _BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
 
@@ -255,43 +249,14 @@ class MicroBatch:
             self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
         else:
             if session.own_step is not None:
-                divided = _divides_by(loss, {steps, session.steps})
+                divided = divides_by(loss, {steps, session.steps})
             else:
                 divided = contract.custom and scales_itself(session.trainer)
-            loss = self._as_the_first(loss) if contract.by_divisor else loss
+            loss = weigh_by_divisor(loss, session, self.part, self.losses) if contract.by_divisor else loss
             loss = loss * 0.0 if self.zero_weight and contract.custom else loss
             self.weighed = window.average(loss, steps if divided else 1)
         self.losses += 1
         return True
-
-    def _as_the_first(self, loss: Tensor) -> Tensor:
-        """An unobserved loss, weighted by its divisor relative to the first micro-batch's.
-
-        On several ranks relative to the mean of their first. At its end the window is corrected by the sums of both, as
-        for every loss that no rule counts.
-        """
-        session, part, terms = self.session, self.part, read(loss)
-        divisor: Tensor | float | None = None
-        if len(terms) == 1 and terms[0].readable:
-            divides = (each.value for each in terms[0].factors if each.divides and not each.learnt)
-            divisor = math.prod(divides, start=1.0)
-        if part.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
-            # The mean over the ranks that have one: a collective.
-            zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
-            known = torch.stack([zero, zero] if divisor is None else [zero + divisor, zero + 1])
-            total, ranks = session.summed(known).unbind()
-            session.first_divisor = torch.where(ranks > 0, total / ranks.clamp(min=1), torch.ones_like(total))
-        if divisor is None:
-            names = ", ".join(sorted({each.name for each in terms}))
-            part.changed = f"the number it divides by cannot be read: {names}"
-            return loss
-        # A step may pass several losses of a micro-batch.
-        first = part.first(self.losses, divisor)
-        if session.first_divisor is not None and not self.losses:
-            first = session.first_divisor
-        part.note(self.losses, divisor, first)
-        times = divisor / first
-        return loss * (times.to(loss) if isinstance(times, Tensor) else times) if part.is_corrected else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """``accelerator.backward`` with the weighted loss instead of the trainer's."""
@@ -319,58 +284,12 @@ class MicroBatch:
             # On the loss since ``compute_loss`` returned it.
             factor = float(made_of(passed, (self._node,))[0])
         if is_news:
-            self.session.contained("reporting a loss", partial(self._announce, factor * steps / divides), None)
+            announce = partial(announce_first_loss, self.session, window, self.part, factor * steps / divides)
+            self.session.contained("reporting a loss", announce, None)
         # Some terms may keep the stock Trainer's scale, and its engine's division.
         stock = factor / divides
         loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
-
-    def _announce(self, stock_scale: float) -> None:
-        """Log and record, once per run, how its loss is reduced, and at what scale the stock Trainer would train it.
-
-        ``stock_scale``: G times the installed Trainer's factor on a loss, and its engine's.
-        """
-        session, contract, world_size = self.session, self.part.contract, self.part.world_size
-        factor, router_factor = self._stock_factors(stock_scale)
-        session.record(
-            contract,
-            len(self.window.batches),
-            router_loss=session.router.in_force.value,
-            stock_gradient_factor=factor,
-            stock_router_factor=router_factor,
-        )
-        words = f", {session.router.in_force}" if contract.has_router_loss else ""
-        words += f"; G={len(self.window.batches)}, W={world_size}."
-        if factor is not None:
-            words += f" The stock Trainer would train at about {factor:.3g}x this gradient."
-            if abs(factor - 1) > 0.02:
-                words += " Learning rate and clipping were tuned at that scale."
-        if router_factor is not None:
-            words += f" The stock Trainer would train its router loss at about {router_factor:.3g}x."
-        if session.rank == 0:
-            logger.info("%s: the loss %s%s", session.head, contract, words)
-
-    def _stock_factors(self, scale: float) -> tuple[float | None, float | None]:
-        """The installed Trainer's approximate factors on the exact gradient, and on the router loss; None: unknown.
-
-        Its own division is read from the loss that it passes on, its count from what it returned; the multiplication by
-        W follows the condition that all releases share.
-        """
-        session, contract, counts = self.session, self.part.contract, self.window.counts
-        if contract.custom or session.trainer.label_smoother is not None or loses_micro_batches(self._engine):
-            return None, None
-        number = counts.number
-        averaged = averages_tokens(session.trainer) and session.takes_number
-        of_means = scale * (self.part.world_size if averaged and number is not None else 1)
-        if contract.has_router_loss and contract.by_number:
-            # Two terms with different factors.
-            return None, of_means
-        by_number = contract.reduction is Reduction.NUMBER and not _NUMBER_DROPPED
-        if by_number and number is not None and float(number):
-            # Unless upstream averages, a rank divides by its own count, about 1/W of the total.
-            return scale / len(self.window.batches) * float(counts.total) / float(number), None
-        is_mean = contract.reduction in (Reduction.MEAN, Reduction.NUMBER) and not by_number
-        return of_means if is_mean else None, None
 
     def end(self) -> Tensor | None:
         """End it after its step, and with the last one the window.
@@ -421,14 +340,3 @@ class MicroBatch:
                 "install 4.46.3"
             )
         return overridden(self._model, "require_backward_grad_sync", self.is_last)
-
-
-def _divides_by(loss: Tensor, steps: set[int]) -> bool:
-    """Whether a loss has a factor 1/G: then the trainer may have divided by the accumulation steps already."""
-    numbers = {float(each) for each in steps if each > 1}
-    return any(
-        float(each.value) in numbers or (each.value and 1 / float(each.value) in numbers)
-        for term in read(loss)
-        for each in (term.factors[:-1] if term.divides else term.factors)
-        if not each.learnt
-    )
