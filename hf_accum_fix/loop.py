@@ -90,7 +90,7 @@ class LoopHost(Host):
     @property
     def readable(self) -> bool:
         # A loss of one term is corrected without reading.
-        return self.reads_are_free and any(len(each.terms) > 1 for each in self.state.contracts)
+        return self.reads_are_free and any(len(each.terms) > 1 for each in self.state.losses.contracts)
 
     @property
     def corrects_alone(self) -> bool:
@@ -119,16 +119,15 @@ class LoopHost(Host):
             return window
         # The mean over its micro-batches, as a loop has it without this package.
         plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
-        self.state.first.contract = plain
+        self.state.losses.first.contract = plain
         self.router.forget()
-        zero = torch.zeros((), dtype=count_dtype(self.device), device=self.device)
-        part = Part(plain, {Items(): zero}, len(batches), self.data_ranks, False, engine_divisor(self.accelerator))
-        return Window(self, list(batches), WindowCounts(zero, [{} for _ in batches], None, [part]))
+        part = Part(plain, {Items(): self.zero}, len(batches), self.data_ranks, False, engine_divisor(self.accelerator))
+        return Window(self, list(batches), WindowCounts(self.zero, [{} for _ in batches], None, [part]))
 
     def refresh_loss_source(self, batches: Sequence[Batch]) -> None:
         given = self.options.contract
         if self.trained is None:
-            if given is None and batches and not self.state.first.is_settled:
+            if given is None and batches and not self.state.losses.first.is_settled:
                 raise ContractError(
                     "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
                     "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
@@ -321,7 +320,7 @@ class AccumulationWindow:
     def _added(self, window: Window, weighed: Weighed) -> Tensor:
         """A loss for backward, added to the window's."""
         host, contract = self._host, self._host.contract
-        if contract is not None and host.state.first.is_settled and not host.state.recorded:
+        if contract is not None and host.state.losses.first.is_settled and not host.state.recorded:
             host.contained("reporting a loss", partial(host.record, contract, len(self)), None)
             logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world_size)
         window.add(weighed.value)

@@ -528,7 +528,7 @@ def _rank(reduced: list[float], contract: LossContract | None = None) -> Session
         ),
     )
     host = Session(trainer, Options())
-    host.state.first.contract = contract
+    host.state.losses.first.contract = contract
     return host
 
 

@@ -36,47 +36,48 @@ def settle(
         RankError: if another rank failed, has no window, or has labels where this one has none.
     """
     host.contained("looking at what computes the loss", partial(host.refresh_loss_source, batches), None)
-    first, before = host.state.first, host.state.first.contract
+    first, before = host.state.losses.first, host.state.losses.first.contract
     was_settled = first.is_settled
     if host.options.contract is None:
         _observe_due(host, batches, number, error, asked=asked)
     elif not was_settled:
-        host.state.use_contract(host.options.contract, first)
-    if not was_settled or host.state.first.contract is not before:
+        host.state.losses.use_contract(host.options.contract, first)
+    if not was_settled or host.state.losses.first.contract is not before:
         host.contained("saying how the loss is reduced", partial(_check_first, host), None)
 
 
 def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
     """Observe the losses of new tasks, those that no window has shown yet, and those that changed."""
-    state, alone = host.state, host.data_ranks == 1
-    held = [state.loss_of(task_of(batch)) for batch in batches]
-    is_open = any(not each.is_settled and (each is state.first or not alone or each in held) for each in state.losses)
+    losses, alone, opened = host.state.losses, host.data_ranks == 1, host.state.opened
     # Ranks that meet in every forward cannot observe tasks one by one.
     mine = [] if host.shards else list(dict.fromkeys(map(task_of, batches)))
-    if not (asked or is_open or (alone and (state.reconsiders or not all(map(state.knows, mine))))):
+    held = [losses.of(task_of(batch)) for batch in batches]
+    is_open = any(not each.is_settled and (each is losses.first or not alone or each in held) for each in losses.each)
+    is_new = alone and (losses.reconsiders or not all(losses.knows(task, opened) for task in mine))
+    if not (asked or is_open or is_new):
         return
     tasks, again = check_alike(host, batches, error, mine)
-    state.reconsiders = False
-    state.reconsidered += again
-    tasks = [task for task in tasks if task or not (any(tasks) or state.tasks)]
-    new = {task: LossState() for task in tasks if task not in state.tasks}
-    if new and not state.tasks:
-        new[next(iter(new))] = state.first
-    losses = {**state.tasks, **new}
-    for loss in dict.fromkeys((state.first, *losses.values())):
-        its = [batch for batch in batches if losses.get(task_of(batch), state.first) is loss]
-        if (again or not loss.is_settled) and (its or not alone or loss is state.first):
+    losses.reconsiders = False
+    losses.reconsidered += again
+    tasks = [task for task in tasks if task or not (any(tasks) or losses.tasks)]
+    new = {task: losses.tasks.get(task, LossState()) for task in tasks if task and losses.of(task) is None}
+    if tasks and not losses.tasks:
+        new = {tasks[0]: losses.first, **{task: LossState() for task in tasks[1:]}}
+    of_tasks = {**losses.tasks, **new}
+    for loss in dict.fromkeys((losses.first, *of_tasks.values())):
+        its = [batch for batch in batches if of_tasks.get(task_of(batch), losses.first) is loss]
+        if (again or not loss.is_settled) and (its or not alone or loss is losses.first):
             _observe_on_all_ranks(host, loss, its, number)
-    if not state.first.has_target:
-        state.first = next((loss for loss in new.values() if loss.has_target), state.first)
+    if not losses.first.has_target:
+        losses.first = next((loss for loss in new.values() if loss.has_target), losses.first)
     for task, loss in new.items():
         # A rank whose data have ended counts this window, too.
-        _add_task(host, task, loss, state.opened + (not batches))
+        _add_task(host, task, loss, opened + (not batches))
 
 
 def _observe_on_all_ranks(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -> None:
     """Observe one loss in a window, and update its contract."""
-    is_first, error = loss is host.state.first, None
+    is_first, error = loss is host.state.losses.first, None
     try:
         # A model or a custom loss may run collectives.
         with SyncedRanks(host.gather if host.world_size > 1 else None) as synced:
@@ -113,7 +114,7 @@ def _observe_on_all_ranks(host: Host, loss: LossState, batches: Sequence[Any], n
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
-    host.state.use_contract(found, loss)
+    host.state.losses.use_contract(found, loss)
 
 
 def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRanks) -> LossContract | None:
@@ -145,20 +146,18 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
 
 def _add_task(host: Host, task: Task, loss: LossState, window: int) -> None:
     """Add a new task: it shares the loss of an earlier task that is reduced alike, or has its own."""
-    state, found = host.state, loss.contract
+    state, losses, found = host.state, host.state.losses, loss.contract
     assert found is not None
-    if not loss.has_target:
-        state.without_target[task] = window
-        return
-    had_no_target = state.without_target.pop(task, None) is not None
-    shared = (each for other, each in state.tasks.items() if _is_one_loss(task, found, other, each.contract))
-    state.tasks[task] = next(shared, loss)
-    if loss is state.first or state.tasks[task] is not loss:
+    had_no_target, loss.without_target_in = task in losses.tasks, -1 if loss.has_target else window
+    others = {other: each for other, each in losses.tasks.items() if each.has_target and other != task}
+    shared = (each for other, each in others.items() if _is_one_loss(task, found, other, each.contract))
+    losses.tasks[task] = next(shared, loss) if loss.has_target else loss
+    if loss is losses.first or losses.tasks[task] is not loss or not loss.has_target:
         return
     reason = ""
     if found.custom and found.by_number:
         reason = "one num_items_in_batch is passed for several tasks"
-    elif any(other < task or task < other for other in state.tasks if other):
+    elif any(other < task or task < other for other in others if other):
         reason = "other tasks share some of these labels, and a term that both have is no single mean"
     if reason:
         loss.contract = replace(found, doubt=reason, reason=reason)
@@ -194,9 +193,9 @@ def check_alike(
     """
     labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
-    state = host.state
-    gathered = host.all_of((len(batches), bool(labels), held, list(tasks), state.reconsiders, state.troubled), error)
-    lengths, labelled, found, tasks_of_ranks, again, troubled = zip(*gathered, strict=True)
+    again = host.state.losses.reconsiders
+    gathered = host.all_of((len(batches), bool(labels), held, list(tasks), again, host.state.troubled), error)
+    lengths, labelled, found, tasks_of_ranks, changed, troubled = zip(*gathered, strict=True)
     if any(troubled):
         raise StandAsideError
     if len({length if host.shards else bool(length) for length in lengths}) > 1:
@@ -206,12 +205,12 @@ def check_alike(
             f"got {ranks.by_rank(found)}; expected labels on every rank or on none; look at the collator and its "
             "inputs on the rank without"
         )
-    return list(dict.fromkeys(task for its in tasks_of_ranks for task in its)), any(again)
+    return list(dict.fromkeys(task for its in tasks_of_ranks for task in its)), any(changed)
 
 
 def _check_first(host: Host) -> None:
     """Refuse to balance what a new contract of the first loss couples, and warn unless it is exact."""
-    first, contract = host.state.first, host.state.first.contract
+    first, contract = host.state.losses.first, host.state.losses.first.contract
     assert contract is not None
     if first.is_settled and host.options.balance_windows and (reason := unfit(contract)) is not None:
         raise UnsupportedSetupError(

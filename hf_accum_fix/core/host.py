@@ -17,6 +17,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import inside_ddp
+from hf_accum_fix.accumulation.items import count_dtype
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.core.state import ALWAYS, TrainingState
@@ -114,6 +115,11 @@ class Host(ABC):
         """G of a full window."""
 
     @property
+    def zero(self) -> Tensor:
+        """A count of nothing, 0-dim."""
+        return torch.zeros((), dtype=count_dtype(self.device), device=self.device)
+
+    @property
     def reads_are_free(self) -> bool:
         """Whether reading a number does not wait for a device."""
         return self.device.type == "cpu"
@@ -189,7 +195,7 @@ class Host(ABC):
     @property
     def contract(self) -> LossContract | None:
         """Of the first task's loss; None: it was not observed yet."""
-        return self.state.first.contract
+        return self.state.losses.first.contract
 
     def contained(self, what: str, look: Callable[[], Value], instead: Value) -> Value:
         """The result of looking at something, or ``instead`` if that fails: no look ends a training."""
@@ -249,7 +255,8 @@ class Host(ABC):
         if windows := int(state.unread):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.
-            state.windows_to_correct = ALWAYS if self.data_ranks == 1 else state.windows_to_correct
+            if self.data_ranks == 1:
+                state.losses.windows_to_correct = ALWAYS
         state.unread = 0
         if "empty" not in self.warned and bool(state.empty):
             self.warn_once(

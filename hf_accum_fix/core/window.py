@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.items import Counts, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.items import Counts, count_by_rules
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.reading import is_of_forward
 from hf_accum_fix.accumulation.values import Captured
@@ -29,6 +29,7 @@ from hf_accum_fix.accumulation.weigh import Weighed, weigh
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
+from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import AccumFixError, StandAsideError
@@ -67,7 +68,7 @@ class Window:
         parts = self.counts.parts
         if len(parts) == 1:
             return parts[0]
-        contract = self.host.state.contract_of(batch)
+        contract = self.host.state.losses.contract_of(batch)
         return next(part for part in parts if part.contract is contract)
 
     def items_of(self, batch: Any) -> Counts:
@@ -110,16 +111,16 @@ class Window:
         Several ranks would have to do it together, and a gradient that was added cannot be weighted again. A loss that
         was not exact may depend on state that a forward writes, which this micro-batch's backward still needs.
         """
-        host, state = self.host, self.host.state
+        host, losses = self.host, self.host.state.losses
         if self.done or host.world_size > 1 or not unlike.contract.exact:
             return False
         with host.outside_micro_batch():
             if not unlike.other_terms:
-                for loss in state.losses:
+                for loss in losses.each:
                     loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
-            elif not state.use_earlier(unlike.contract, unlike.other_terms):
-                state.reconsider()
-                if not state.reconsiders:
+            elif not losses.use_earlier(unlike.contract, unlike.other_terms):
+                losses.reconsider()
+                if not losses.reconsiders:
                     return False
                 settle(host, self.batches, self.counts.number)
             counted = count_window(host, self.batches, self.counts.number)
@@ -138,12 +139,14 @@ class Window:
         Returns:
             What gradient and ``value`` were multiplied by; None: nothing.
         """
-        host, state, self.ended = self.host, self.host.state, True
+        host, state, losses = self.host, self.host.state, self.host.state.losses
+        self.ended = True
         host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
-        is_read = any(each.is_read for each in state.contracts)
-        if host.knows_other_ranks and host.is_split and is_read and state.opened < state.looks_until:
-            state.reconsider()
+        is_read = any(each.is_read for each in losses.contracts)
+        may_change = losses.may_change or state.opened < ATTEMPTS
+        if may_change and host.knows_other_ranks and host.is_split and is_read:
+            losses.reconsider()
         if not self.batches:
             return None
         if skipped := len(self.batches) - self.done:
@@ -158,7 +161,7 @@ class Window:
             state.unread = state.unread + torch.stack(unread).any().long()
         mispredicted = isinstance(times, float) and any(part.contract.rules for part in parts)
         if host.knows_other_ranks and (mispredicted or any(part.changed for part in parts)):
-            state.reconsider()
+            losses.reconsider()
         if times is not None:
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
@@ -171,7 +174,7 @@ class Window:
             return None
         read = host.contained(_READING, lambda: torch.stack([part.counts() for part in parts]).sum(dim=0), None)
         # The other ranks wait for a rank whose counts cannot be read.
-        sums = torch.zeros(2, dtype=count_dtype(host.device), device=host.device) if read is None else read
+        sums = torch.stack([host.zero, host.zero]) if read is None else read
         sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
         if not host.readable:

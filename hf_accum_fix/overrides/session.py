@@ -23,6 +23,7 @@ from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host
+from hf_accum_fix.core.state import Losses
 from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
@@ -293,14 +294,13 @@ class Session(Host):
     # --- how it is reduced -------------------------------------------------------------------------------------------
 
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
-        trainer, state, given = self.trainer, self.state, self.options.contract
+        trainer, given = self.trainer, self.options.contract
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
         self.func = getattr(trainer, "compute_loss_func", None)
         computed_by = (accepts, self.func, trainer.label_smoother)
         if self.computed_by == computed_by:
             return
-        self.computed_by, state.first.contract, state.first.attempts = computed_by, None, 0
-        state.windows_to_correct, self.router.form = 0, None
+        self.computed_by, self.state.losses, self.router.form = computed_by, Losses(), None
         self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
         required = self.passes_number and declared.requires_number(trainer.model_wrapped)
         self.requires_number = required or self.func is not None

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.items import count_dtype
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.part import Number, Part
 from hf_accum_fix.overrides.session import Session
@@ -37,7 +36,7 @@ def weigh_by_divisor(loss: Tensor, session: Session, part: Part, place: int) -> 
 
 def _mean_over_ranks(session: Session, divisor: Number | None) -> Tensor:
     """The mean of a number over the ranks that have one, 0-dim: a collective."""
-    zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
+    zero = session.zero
     known = torch.stack([zero, zero] if divisor is None else [zero + divisor, zero + 1])
     total, ranks = session.summed(known).unbind()
     return torch.where(ranks > 0, total / ranks.clamp(min=1), torch.ones_like(total))
