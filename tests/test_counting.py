@@ -16,10 +16,10 @@ from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.host import Facts
+from hf_accum_fix.core.loop_host import LoopHost
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.errors import ContractError
-from hf_accum_fix.loop import LoopHost
 from hf_accum_fix.options import Options
 
 MEAN = LossContract(Reduction.MEAN, Items(("labels",)), reason="its graph divides NllLossBackward0 by them")

@@ -63,8 +63,8 @@ def count_window(
     """
     state, losses, several = host.state, host.state.losses, host.world_size > 1
     # One rank alone has observed its new tasks.
-    knows_all = all(losses.knows(task_of(batch), state.opened) for batch in batches)
-    asks = several and (losses.reconsiders or not knows_all)
+    known = (losses.knows(task_of(batch), state.opened) for batch in batches)
+    asks = several and (losses.reconsiders or not all(known))
     zero, rules = host.zero, _rules_of(losses.contracts)
     routing, error = count_routing(host, batches, error)
     each, totals = nothing = list[Counts](), [zero] * sum(map(len, rules))

@@ -31,6 +31,8 @@ class LossState:
         attempts: windows with targets in which it was observed.
         counts_by_forwards: a window was divided by other items than its rules predicted.
         earlier: contracts that it had before its terms changed.
+        first_divisor: if it is not observed, what the first micro-batch of the training divided by, the mean over
+            ranks, 0-dim; None: unknown.
         without_target_in: the window in which it was last observed, and had no target.
     """
 
@@ -38,6 +40,7 @@ class LossState:
     attempts: int = 0
     counts_by_forwards: bool = False
     earlier: list[LossContract] = field(default_factory=list)
+    first_divisor: Tensor | None = None
     without_target_in: int = -1
 
     @property

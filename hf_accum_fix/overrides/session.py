@@ -53,11 +53,9 @@ class Session(Host):
     Attributes:
         window: the open one; None: there is none.
         base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
-        func: the trainer's ``compute_loss_func``; None: it has none.
         own_step: see `live.own_step`; None: the base's step runs micro-batches.
         computed_by: what computed the loss when it was observed.
         shift: labels are shifted as they are smoothed; None: unknown.
-        first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
         requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
         kept_back: see `LossRun`.
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
@@ -71,10 +69,8 @@ class Session(Host):
     has_stock = True
     window: Window | None = None
     base_loss: BaseLoss | None = None
-    func: Callable[..., Any] | None = None
     computed_by: tuple[Any, ...] = ()
     shift: bool | None = None
-    first_divisor: Tensor | None = None
     requires_number = False
     kept_back = 0
     uncounted: list[Any] | None = None
@@ -86,10 +82,14 @@ class Session(Host):
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         super().__init__(options)
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
-        self.name = type(trainer).__name__
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
         self.data_ranks, self.shards = live.data_ranks(trainer), is_sharded(trainer.accelerator)
         self.own_step = live.own_step(trainer)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """See `Host`."""
+        return type(self.trainer).__name__
 
     @property
     def head(self) -> str:
@@ -112,6 +112,11 @@ class Session(Host):
     def scales_itself(self) -> bool:  # type: ignore[override]
         """See `Host`."""
         return live.scales_itself(self.trainer)
+
+    @property
+    def func(self) -> Callable[..., Any] | None:
+        """The trainer's ``compute_loss_func``; None: it has none."""
+        return getattr(self.trainer, "compute_loss_func", None)
 
     @property
     def owns_labels(self) -> bool:
@@ -296,7 +301,6 @@ class Session(Host):
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
         trainer, given = self.trainer, self.options.contract
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
-        self.func = getattr(trainer, "compute_loss_func", None)
         computed_by = (accepts, self.func, trainer.label_smoother)
         if self.computed_by == computed_by:
             return

@@ -18,17 +18,17 @@ def weigh_by_divisor(loss: Tensor, session: Session, part: Part, place: int) -> 
     At its end the window is corrected by the sums of both, as for every loss that no rule counts. ``place``: among the
     losses that a step passes of its micro-batch.
     """
-    terms, divisor = read(loss), None
+    terms, divisor, state = read(loss), None, session.state.losses.first
     if len(terms) == 1 and terms[0].readable:
         divides = (each.value for each in terms[0].factors if each.divides and not each.learnt)
         divisor = math.prod(divides, start=1.0)
-    if part.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
-        session.first_divisor = _mean_over_ranks(session, divisor)
+    if part.is_corrected and session.data_ranks > 1 and state.first_divisor is None:
+        state.first_divisor = _mean_over_ranks(session, divisor)
     if divisor is None:
         names = ", ".join(sorted({each.name for each in terms}))
         part.changed = f"the number it divides by cannot be read: {names}"
         return loss
-    first = part.first(place, divisor) if session.first_divisor is None or place else session.first_divisor
+    first = part.first(place, divisor) if state.first_divisor is None or place else state.first_divisor
     part.note(place, divisor, first)
     times = divisor / first
     return loss * (times.to(loss) if isinstance(times, Tensor) else times) if part.is_corrected else loss
