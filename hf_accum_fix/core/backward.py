@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -53,13 +54,15 @@ class WatchedBackward:
         """Instead of ``accelerator.backward``: say what was made of the loss after it was returned."""
         # Before torch 2.5 reading takes a gradient, too.
         with overridden(self, "_in_engine", True):
-            if self._nodes:
-                times, added = made_of(loss, self._nodes)
-                if added:
-                    words = f"{', '.join(added)} was added to its loss after that was returned"
-                    self._host.report_inexact(f"{words}: it is averaged over G micro-batches, and the log lacks it")
-                self._note(times)
+            self._host.contained("reading a loss", partial(self._note_changes, loss), None)
             return self._original(loss, *args, **kwargs)
+
+    def _note_changes(self, loss: Tensor) -> None:
+        times, added = made_of(loss, self._nodes) if self._nodes else (1.0, [])
+        if added:
+            words = f"{', '.join(added)} was added to its loss after that was returned"
+            self._host.report_inexact(f"{words}: it is averaged over G micro-batches, and the log lacks it")
+        self._note(times)
 
     def _reached(self, gradient: Tensor) -> None:
         """A hook on the loss, in its backward."""

@@ -49,10 +49,11 @@ def settle(
 def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
     """Observe the losses of new tasks, those that no window has shown yet, and those that changed."""
     losses, alone, opened = host.state.losses, host.data_ranks == 1, host.state.opened
+    held = list(dict.fromkeys(map(task_of, batches)))
     # Ranks that meet in every forward cannot observe tasks one by one.
-    mine = [] if host.shards else list(dict.fromkeys(map(task_of, batches)))
-    held = [losses.of(task_of(batch)) for batch in batches]
-    is_open = any(not each.is_settled and (each is losses.first or not alone or each in held) for each in losses.each)
+    mine = [] if host.shards else held
+    unsettled = [each for each in losses.each if not each.is_settled]
+    is_open = any(each is losses.first or not alone or each in map(losses.of, held) for each in unsettled)
     is_new = alone and (losses.reconsiders or not all(losses.knows(task, opened) for task in mine))
     if not (asked or is_open or is_new):
         return
@@ -139,8 +140,7 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
         return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
     if facts.doubt:
         found = replace(found, doubt=facts.doubt, reason=facts.doubt)
-    if facts.smooths:
-        found = replace(found, shift=facts.shift, doubt=found.doubt or SHIFT_UNKNOWN * (facts.shift is None))
+    found = found if facts.shift is None else replace(found, shift=facts.shift)
     return found.by_rule() if is_compiled(host.model) else found
 
 

@@ -270,24 +270,22 @@ def _values(by_rule: Totals) -> dict[Items, float]:
 
 def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> None:
     """Note a window whose loss is not exact, that has no target, or a task that a given contract does not cover."""
-    state, empty = host.state, None
+    state, losses, given, empty = host.state, host.state.losses, host.options.contract, None
     if batches and all(part.contract.items is not None for part in counts.parts):
         empty = counts.total == 0
         state.empty = state.empty | empty
-    contracts = map(state.losses.contract_of, batches)
+    contracts = map(losses.contract_of, batches)
     exact = all(each.exact or each.by_divisor or each.reason == NO_TARGET_SEEN for each in contracts)
     # Without a target the gradient is zero, whatever the loss.
     if not exact and not (host.reads_are_free and bool(empty)):
         state.note_inexact()
-    counted = {key for rule in state.losses.contracts[0].rules for key in rule.keys}
-    for batch in batches if host.options.contract is not None and counted else ():
-        held = frozenset((key, axes) for key, axes in task_of(batch) if key in counted)
-        state.losses.given_for = held if state.losses.given_for is None else state.losses.given_for
-        if held != state.losses.given_for:
-            covered = describe(state.losses.given_for)
-            host.report_inexact(
-                f"got a micro-batch with {describe(task_of(batch))}; expected {covered}, as the given contract does"
-            )
+    counted = {key for rule in given.rules for key in rule.keys} if given is not None else set()
+    for task in map(task_of, batches) if counted else ():
+        held = frozenset((key, axes) for key, axes in task if key in counted)
+        losses.given_for = held if losses.given_for is None else losses.given_for
+        if held != losses.given_for:
+            expected = f"expected {describe(losses.given_for)}, as the given contract does"
+            host.report_inexact(f"got a micro-batch with {describe(task)}; {expected}")
             return
 
 
@@ -308,14 +306,8 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
         if len(set(lengths)) > 1:
             raise ranks.uneven(dict(enumerate(lengths)))
     if router.form is None or not router.form.settled:
-        items = contract.items
-        seen, error = _by_forwards(
-            host,
-            batches,
-            error,
-            lambda run, forward: router.recognise_among(forward, batches, items, run.model, device),
-            Form(settled=False),
-        )
+        recognise = partial(router.recognise_among, window=batches, items=contract.items, device=device)
+        seen, error = _by_forwards(host, batches, error, recognise, Form(settled=False))
         forms, troubled = zip(*host.all_of((seen, host.state.troubled), error), strict=True)
         if any(troubled):
             raise StandAsideError
@@ -323,23 +315,18 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
         if why := router.why_mean(contract.has_router_loss):
             host.warn_once("router", f"{host.head}: {why}")
 
-    return _by_forwards(
-        host,
-        batches,
-        error,
-        lambda run, forward: router.count(forward, batches, run.model, device, host.data_ranks),
-        router.nothing(device),
-    )
+    count = partial(router.count, window=batches, device=device, world_size=host.data_ranks)
+    return _by_forwards(host, batches, error, count, router.nothing(device))
 
 
 def _by_forwards(
     host: Host,
     batches: Sequence[Any],
     error: Exception | None,
-    look: Callable[[LossRun, Callable[[Any], Tensor]], Value],
+    look: Callable[..., Value],
     instead: Value,
 ) -> tuple[Value, Exception | None]:
-    """What ``look`` finds by forwards of a window, and this rank's error, raised once the other ranks have it.
+    """What ``look(forward, model)`` finds in a window, and this rank's error, raised once the other ranks have it.
 
     That is the first of ``error`` and of what a forward of the loss or a check of ours raises. A fault in our code is
     contained; the other ranks hear of it by the flag in the window's collective.
@@ -354,7 +341,7 @@ def _by_forwards(
                 with errors_of_forward():
                     return run.forward(inputs, passed)
 
-            return look(run, forward), error
+            return look(forward=forward, model=run.model), error
     except Exception as caught:
         host.router.forget()
         if isinstance(caught, BY_DESIGN) or is_of_forward(caught):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -46,14 +46,12 @@ class Facts:
         setting: of the training.
         unobserved: its contract, if only what training runs may be run; None: it is observed.
         doubt: why it is not exact, whatever is observed; empty: there is no reason.
-        smooths: labels are smoothed.
-        shift: as they are, labels are shifted; None: unknown.
+        shift: labels are shifted as they are smoothed; None: unknown, or they are not smoothed.
     """
 
     setting: Setting
     unobserved: LossContract | None = None
     doubt: str = ""
-    smooths: bool = False
     shift: bool | None = None
 
 
@@ -183,10 +181,6 @@ class Host(ABC):
     @abstractmethod
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
         """Note what computes the loss now, and check a given contract, before a window is settled."""
-
-    def outside_micro_batch(self) -> AbstractContextManager[Any]:
-        """Around forwards in the midst of a micro-batch that do not belong to it."""
-        return nullcontext()
 
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
         """The value of every rank, in order; the error of one is raised on all."""

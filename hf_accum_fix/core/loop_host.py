@@ -22,7 +22,7 @@ from hf_accum_fix.accumulation.declared import (
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.reading import LossRun
-from hf_accum_fix.accumulation.scaling import loss_among
+from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.host import Facts, Host
 from hf_accum_fix.core.window import Window, open_unless_aside
@@ -147,4 +147,4 @@ class LoopHost(Host):
         """Loss and outputs of a forward."""
         with own_counts(inputs):
             outputs = self.model_outputs(model, inputs, number)
-        return loss_among(outputs, inputs, model), outputs
+        return loss_of_outputs(outputs, inputs, model), outputs

@@ -86,6 +86,8 @@ class Losses:
     @property
     def each(self) -> list[LossState]:
         """Each different loss that is trained, the first task's first."""
+        if len(self.tasks) < 2:
+            return [self.first]
         return list(dict.fromkeys((self.first, *(loss for loss in self.tasks.values() if loss.has_target))))
 
     @property

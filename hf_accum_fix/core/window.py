@@ -81,8 +81,9 @@ class Window:
         return count_by_rules(part.contract.rules, [batch], part.device)[0][0]
 
     def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
-        """Weight the loss of a micro-batch before its backward; one that is unlike the prediction is counted again.
+        """Weight the loss of a micro-batch before its backward.
 
+        A window whose first micro-batch is unlike the prediction is counted again, which may run its forwards.
         ``inputs``: of its forward; a `ZeroWeightBatch` counts nothing.
         """
         part = self.part_of(batch)
@@ -114,18 +115,17 @@ class Window:
         host, losses = self.host, self.host.state.losses
         if self.done or host.world_size > 1 or not unlike.contract.exact:
             return False
-        with host.outside_micro_batch():
-            if not unlike.other_terms:
-                for loss in losses.each:
-                    loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
-            elif not losses.use_earlier(unlike.contract, unlike.other_terms):
-                losses.reconsider()
-                if not losses.reconsiders:
-                    return False
-                settle(host, self.batches, self.counts.number)
-            counted = count_window(host, self.batches, self.counts.number)
-            assert counted is not None
-            self.counts = counted
+        if not unlike.other_terms:
+            for loss in losses.each:
+                loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
+        elif not losses.use_earlier(unlike.contract, unlike.other_terms):
+            losses.reconsider()
+            if not losses.reconsiders:
+                return False
+            settle(host, self.batches, self.counts.number)
+        counted = count_window(host, self.batches, self.counts.number)
+        assert counted is not None
+        self.counts = counted
         contracts = [part.contract for part in counted.parts]
         if captured.values is None and any(each.groups > 1 or each.added for each in contracts):
             host.report_inexact(

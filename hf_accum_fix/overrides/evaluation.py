@@ -23,8 +23,8 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
-from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
@@ -38,9 +37,15 @@ from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import averages_tokens, counts_itself, gradient_versions, is_custom, scales_itself
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.stock_scale import announce_first_loss
+from hf_accum_fix.overrides.trainer_facts import (
+    averages_tokens,
+    counts_itself,
+    gradient_versions,
+    is_custom,
+    scales_itself,
+)
 from hf_accum_fix.overrides.unobserved import divides_by, weigh_by_divisor
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_in_loop
@@ -128,6 +133,7 @@ class MicroBatch:
     Attributes:
         batch: as fetched.
         is_own: the step got it, not another object.
+        part: of the window, that has its loss; another one after the window was counted again.
         inputs: of its forward, as a ``compute_loss`` got them.
         zero_weight: it counts nothing.
         losses: of it that were weighted.
@@ -140,7 +146,7 @@ class MicroBatch:
         # If the step gets another object, take the batch at its place.
         at_its_place = window.batches[min(window.done, len(window.batches) - 1)]
         self.batch = next((batch for batch in window.batches if batch is inputs), at_its_place)
-        self.is_own = self.batch is inputs
+        self.is_own, self.part = self.batch is inputs, window.part_of(self.batch)
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         self.losses = 0
@@ -156,11 +162,6 @@ class MicroBatch:
         self._compute_loss, self._backward = trainer.compute_loss, self._engine.backward
 
     @property
-    def part(self) -> Part:
-        """The part of the window that has its loss; another one after the window was counted again."""
-        return self.window.part_of(self.batch)
-
-    @property
     def is_last(self) -> bool:
         """Whether it is the last of its window."""
         return self.window.done + 1 == len(self.window.batches)
@@ -174,7 +175,6 @@ class MicroBatch:
         with (
             capture(self.part.contract, session.bare(session.trainer.model)) as self._captured,
             overridden(session, "base_loss", self.base_loss),
-            overridden(session, "outside_micro_batch", lambda: overridden(self, "_inside", True)),
             overridden(session.trainer, "compute_loss", self.compute_loss),
             overridden(self._engine, "backward", self.backward),
             self._reduced_in_the_last(),
@@ -194,7 +194,7 @@ class MicroBatch:
                 result = self._compute_loss(model, inputs, *args, **kwargs)
             if self._looks and self.window.gradients != gradient_versions(self._model):
                 session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
-            if session.own_step is not None:
+            if session.replaced_step is not None:
                 return result
             # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
             # on the model's output that divide once more.
@@ -231,7 +231,7 @@ class MicroBatch:
         if contract.keeps_scale or (part.is_whole and counts_itself(trainer)):
             passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
-        if contract.keeps_scale and passed is not None and session.takes_number and averages_tokens(trainer):
+        if contract.keeps_scale and passed is not None and session.accepts_number and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
         if loss.requires_grad or contract.items is None or not torch.is_grad_enabled():
@@ -246,9 +246,11 @@ class MicroBatch:
         self._node = loss.grad_fn
         if contract.terms or contract.keeps_scale:
             inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
-            self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
+            with overridden(self, "_inside", True):
+                self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
+            self.part = window.part_of(self.batch)
         else:
-            if session.own_step is not None:
+            if session.replaced_step is not None:
                 divided = divides_by(loss, {steps, session.steps})
             else:
                 divided = contract.custom and scales_itself(session.trainer)
@@ -265,7 +267,7 @@ class MicroBatch:
         if self._inside:
             return self._backward(loss, **kwargs)
         with self._refusing():
-            if self.session.own_step is not None:
+            if self.session.replaced_step is not None:
                 self.session.contained("weighting the loss of a micro-batch", partial(self._weigh, loss), False)
             if self.weighed is not None:
                 # The engine may divide by another number than in other micro-batches.
@@ -308,7 +310,7 @@ class MicroBatch:
             )
         if loss is not None:
             window.add(loss)
-        elif session.own_step is not None and session.is_split:
+        elif session.replaced_step is not None and session.is_split:
             session.not_exact("no loss", "passed no loss of a micro-batch to accelerator.backward")
         window.done += 1
         if window.done < len(window.batches):

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.comparison import Setting
-from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.reading import LossRun
-from hf_accum_fix.accumulation.scaling import loss_among
+from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host
 from hf_accum_fix.core.state import Losses
@@ -30,7 +30,7 @@ from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides import live
+from hf_accum_fix.overrides import trainer_facts as facts_of
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
@@ -53,7 +53,8 @@ class Session(Host):
     Attributes:
         window: the open one; None: there is none.
         base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
-        own_step: see `live.own_step`; None: the base's step runs micro-batches.
+        replaced_step: see `trainer_facts.replaced_step`; None: the base's step runs micro-batches.
+        func: the trainer's ``compute_loss_func``; None: it has none.
         computed_by: what computed the loss when it was observed.
         shift: labels are shifted as they are smoothed; None: unknown.
         requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
@@ -69,6 +70,7 @@ class Session(Host):
     has_stock = True
     window: Window | None = None
     base_loss: BaseLoss | None = None
+    func: Callable[..., Any] | None = None
     computed_by: tuple[Any, ...] = ()
     shift: bool | None = None
     requires_number = False
@@ -83,8 +85,8 @@ class Session(Host):
         super().__init__(options)
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
-        self.data_ranks, self.shards = live.data_ranks(trainer), is_sharded(trainer.accelerator)
-        self.own_step = live.own_step(trainer)
+        self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
+        self.replaced_step = facts_of.replaced_step(trainer)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -111,12 +113,12 @@ class Session(Host):
     @property
     def scales_itself(self) -> bool:  # type: ignore[override]
         """See `Host`."""
-        return live.scales_itself(self.trainer)
+        return facts_of.scales_itself(self.trainer)
 
     @property
-    def func(self) -> Callable[..., Any] | None:
-        """The trainer's ``compute_loss_func``; None: it has none."""
-        return getattr(self.trainer, "compute_loss_func", None)
+    def smooths(self) -> bool:
+        """Whether a label smoother computes the loss."""
+        return self.trainer.label_smoother is not None and self.func is None
 
     @property
     def owns_labels(self) -> bool:
@@ -124,14 +126,14 @@ class Session(Host):
         return self.func is not None or self.trainer.label_smoother is not None
 
     @property
-    def takes_number(self) -> bool:
+    def accepts_number(self) -> bool:
         """Whether the model or the compute_loss_func gets num_items_in_batch."""
         return self.passes_number or self.func is not None
 
     @property
     def custom_loss(self) -> Callable[..., Any] | None:
         """The custom loss that is trained; None: it is the base's."""
-        return live.compute_loss_of(self.trainer) if self.own_step is None else self.loss_of_step
+        return facts_of.compute_loss_of(self.trainer) if self.replaced_step is None else self.loss_of_step
 
     @property
     def router_loss_depends_on_split(self) -> bool:
@@ -197,7 +199,7 @@ class Session(Host):
             if func is not None:
                 return func(outputs, labels, num_items_in_batch=number), outputs
         if trainer.label_smoother is None or labels is None:
-            return loss_among(outputs, inputs, model), outputs
+            return loss_of_outputs(outputs, inputs, model), outputs
         # A rank without targets has not seen it.
         shift = self.contract.shift if self.shift is None and self.contract is not None else self.shift
         loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=bool(shift))
@@ -209,8 +211,8 @@ class Session(Host):
         return loss, outputs
 
     def loss_of_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Tensor:
-        """What `own_step` passes to ``accelerator.backward``, as a ``compute_loss``; nothing is run backward."""
-        step, passed = self.own_step, list[Tensor]()
+        """What `replaced_step` passes to ``accelerator.backward``, as a ``compute_loss``; nothing is run backward."""
+        step, passed = self.replaced_step, list[Tensor]()
         assert step is not None
         given = {"num_items_in_batch": num_items_in_batch} if declared.has_parameter(step, "num_items_in_batch") else {}
         with overridden(self.trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)):
@@ -243,7 +245,7 @@ class Session(Host):
             if custom is None:
                 return base(model, inputs, number)
             stack.enter_context(overridden(self, "base_loss", base))
-            if live.hands_number(custom):
+            if facts_of.hands_number(custom):
                 given = {"num_items_in_batch": number, **given}
             result = custom(model, inputs, **given)
         return result if isinstance(result, tuple) else (result, None)
@@ -301,6 +303,7 @@ class Session(Host):
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
         trainer, given = self.trainer, self.options.contract
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+        self.func = getattr(trainer, "compute_loss_func", None)
         computed_by = (accepts, self.func, trainer.label_smoother)
         if self.computed_by == computed_by:
             return
@@ -318,10 +321,10 @@ class Session(Host):
             )
 
     def facts(self, batches: Sequence[Any], number: Any) -> Facts:
-        trainer, compute_loss, func, step = self.trainer, self.custom_loss, self.func, self.own_step
+        trainer, compute_loss, func, step = self.trainer, self.custom_loss, self.func, self.replaced_step
         # Where nothing is counted, training passes None.
-        counts = number is not None or live.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
-        handed = compute_loss is not None and live.hands_number(compute_loss) and counts
+        counts = number is not None or facts_of.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
+        handed = compute_loss is not None and facts_of.hands_number(compute_loss) and counts
         shows = "once" if self.passes_number and compute_loss is None else "none"
         bare = self.bare(trainer.model)
         setting = Setting(
@@ -329,7 +332,7 @@ class Session(Host):
             hands_number=self.requires_number,
             custom=compute_loss is not None,
             func=func is not None,
-            multiplies=live.averages_tokens(trainer),
+            multiplies=facts_of.averages_tokens(trainer),
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
             has_stock=self.has_stock,
             decoder_pad=declared.decoder_pad(bare),
@@ -340,20 +343,20 @@ class Session(Host):
         )
         plain = LossContract(Reduction.PLAIN, custom=setting.custom)
         if not all(isinstance(batch, Mapping) for batch in batches):
-            made_later = replace(plain, by_divisor=live.declares_scale(trainer), reason=MADE_LATER)
+            made_later = replace(plain, by_divisor=facts_of.declares_scale(trainer), reason=MADE_LATER)
             return Facts(setting, unobserved=made_later)
-        if step is not None and not live.code_mentions(inspect.unwrap(step), "compute_loss", "accelerator"):
+        if step is not None and not facts_of.code_mentions(inspect.unwrap(step), "compute_loss", "accelerator"):
             return Facts(setting, unobserved=replace(plain, by_divisor=True, reason=MADE_BY_STEP))
         self._settle_shift(batches)
-        hooks = any(parameter._backward_hooks for parameter in self.model.parameters())
-        doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum" if hooks else ""
-        smooths = trainer.label_smoother is not None and func is None
-        return Facts(setting, doubt=doubt, smooths=smooths, shift=self.shift)
+        doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
+        if any(parameter._backward_hooks for parameter in self.model.parameters()):
+            doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
+        return Facts(setting, doubt=doubt, shift=self.shift)
 
     def _settle_shift(self, batches: Sequence[Any]) -> None:
         """Set whether labels are shifted as they are smoothed, as in the model's own loss."""
         trainer, model = self.trainer, self.model
-        if trainer.label_smoother is None or self.func is not None:
+        if not self.smooths:
             return
         if all(getattr(batch.get("labels"), "ndim", 2) < 2 for batch in batches):
             self.shift = False
@@ -361,7 +364,7 @@ class Session(Host):
 
         def call(inputs: Mapping[str, Any], _: Tensor | None) -> Tensor:
             with trainer.compute_loss_context_manager():
-                return loss_among(model(**trainer._prepare_inputs(inputs)), inputs, model)
+                return loss_of_outputs(model(**trainer._prepare_inputs(inputs)), inputs, model)
 
         self.shift = None
         self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))

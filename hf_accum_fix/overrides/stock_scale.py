@@ -10,8 +10,8 @@ from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.engines.engine import loses_micro_batches
-from hf_accum_fix.overrides.live import averages_tokens
 from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.overrides.trainer_facts import averages_tokens
 from hf_accum_fix.upstream.defects import is_present
 
 logger = logging.getLogger("hf_accum_fix")
@@ -55,7 +55,7 @@ def _stock_factors(session: Session, window: Window, part: Part, scale: float) -
     contract, number = part.contract, window.counts.number
     if contract.custom or session.trainer.label_smoother is not None or loses_micro_batches(session.accelerator):
         return None, None
-    averaged = averages_tokens(session.trainer) and session.takes_number
+    averaged = averages_tokens(session.trainer) and session.accepts_number
     of_means = scale * (part.world_size if averaged and number is not None else 1)
     if contract.has_router_loss and contract.by_number:
         # Two terms with different factors.

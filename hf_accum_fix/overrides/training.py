@@ -19,10 +19,10 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
 from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
@@ -73,7 +73,7 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield sys.modules[Trainer.__module__], "skip_first_batches", skip_first_batches
     if is_custom(trainer, "get_batch_samples"):
         yield trainer, "get_batch_samples", _count_returned
-    if session.own_step is not None:
+    if session.replaced_step is not None:
         # It never reaches the class's.
         yield trainer, "training_step", _step
     yield accelerator, "backward", _backward
@@ -140,7 +140,7 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
 def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
     """Train as stock where a trainer counts the items that its model divides by in its own way."""
     counts, contract = window.counts, window.counts.parts[0].contract
-    if number is None or contract.custom or not session.takes_number or not session.reads_are_free:
+    if number is None or contract.custom or not session.accepts_number or not session.reads_are_free:
         return
     of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
     if abs(of_all - total) > 1e-6 * total:

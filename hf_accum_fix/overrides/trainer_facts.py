@@ -78,7 +78,7 @@ def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
     return trainer.compute_loss if is_custom(trainer, "compute_loss") else None
 
 
-def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
+def replaced_step(trainer: TrainerLike) -> Callable[..., Any] | None:
     """A custom ``training_step`` that never calls the base's, as its code shows; None: there is none, or it does.
 
     It is not run to find out, since a step may change what it is run on.
