@@ -183,7 +183,7 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
     state.windows_to_correct = max(state.windows_to_correct - 1, 0)
     counts.parts = _parts(host, totals, len(batches), corrects=corrects, shares=shares)
     for contract, by_rule in zip(state.contracts, totals, strict=True):
-        counts.total = counts.total + (by_rule[contract.rules[0]] if contract.rules else 0)
+        counts.total = counts.total + next((by_rule[rule] for rule in contract.rules), 0)
     if counts.parts[0].is_whole or not (any(differs) or any(loss.needs_forwards for loss in losses)):
         return
     counted = _count_by_forwards(host, batches, counts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import inside_ddp
+from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.accumulation.items import count_dtype
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.reading import LossRun
@@ -177,6 +177,19 @@ class Host(ABC):
     @abstractmethod
     def facts(self, batches: Sequence[Any], number: Any) -> Facts:
         """What is known of the loss of these micro-batches; ``number``: upstream's count of them, or None."""
+
+    def setting(self, bare: nn.Module, *, handed: str, hands_number: bool, **more: Any) -> Setting:
+        """Facts about any training, and ``more`` of this host's; ``bare``: the model without wrappers."""
+        return Setting(
+            handed=handed,
+            hands_number=hands_number,
+            steps=self.steps,
+            world_size=self.data_ranks,
+            rounded=getattr(self.accelerator, "mixed_precision", "no") != "no" or products_are_rounded(self.model),
+            decoder_pad=decoder_pad(bare),
+            has_stock=self.has_stock,
+            **more,
+        )
 
     @abstractmethod
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:

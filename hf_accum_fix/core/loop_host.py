@@ -10,15 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import (
-    decoder_pad,
-    has_z_loss,
-    products_are_rounded,
-    requires_number,
-    wants_number,
-)
+from hf_accum_fix.accumulation.declared import has_z_loss, requires_number, wants_number
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.reading import LossRun
@@ -114,16 +107,8 @@ class LoopHost(Host):
     def facts(self, batches: Sequence[Batch], number: Any) -> Facts:
         bare = self.bare(self.model)
         required = self.passes_number and requires_number(bare)
-        setting = Setting(
-            hands_number=required,
-            handed="all" if required else "once" if self.passes_number else "none",
-            steps=self.steps,
-            world_size=self.world_size,
-            rounded=products_are_rounded(self.model) or getattr(self.accelerator, "mixed_precision", "no") != "no",
-            has_z_loss=has_z_loss(bare),
-            decoder_pad=decoder_pad(bare),
-        )
-        return Facts(setting)
+        handed = "all" if required else "once" if self.passes_number else "none"
+        return Facts(self.setting(bare, handed=handed, hands_number=required, has_z_loss=has_z_loss(bare)))
 
     @contextmanager
     def run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:

@@ -13,7 +13,6 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation import declared
-from hf_accum_fix.accumulation.comparison import Setting
 from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
@@ -327,19 +326,15 @@ class Session(Host):
         handed = compute_loss is not None and facts_of.hands_number(compute_loss) and counts
         shows = "once" if self.passes_number and compute_loss is None else "none"
         bare = self.bare(trainer.model)
-        setting = Setting(
+        setting = self.setting(
+            bare,
             handed="all" if handed or self.requires_number else shows,
             hands_number=self.requires_number,
             custom=compute_loss is not None,
             func=func is not None,
             multiplies=facts_of.averages_tokens(trainer),
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
-            has_stock=self.has_stock,
-            decoder_pad=declared.decoder_pad(bare),
-            steps=self.steps,
-            world_size=self.data_ranks,
             upstream_number=None if number is None else float(number),
-            rounded=trainer.accelerator.mixed_precision != "no" or declared.products_are_rounded(self.model),
         )
         plain = LossContract(Reduction.PLAIN, custom=setting.custom)
         if not all(isinstance(batch, Mapping) for batch in batches):
