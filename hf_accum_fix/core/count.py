@@ -167,24 +167,20 @@ def _parts(
 
 def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
     """Set the part of each loss in the window."""
-    losses, several = [each for each in host.state.losses.each if each.contract is not None], len(totals) > 1
-    # Reading would wait for another device. First, since the contracts may change.
-    differs = [
-        host.reads_are_free and _rules_differ(host, loss, by_rule, counts.number)
-        for loss, by_rule in zip(losses, totals, strict=True)
-    ]
-    samples = torch.stack([by_rule[Items()] for by_rule in totals]) if several else None
+    losses, state = [each for each in host.state.losses.each if each.contract is not None], host.state.losses
+    # First, since the contracts may change.
+    by_forwards = [_needs_forwards(host, loss, n, counts.number) for loss, n in zip(losses, totals, strict=True)]
+    samples = torch.stack([by_rule[Items()] for by_rule in totals]) if len(totals) > 1 else None
     # One number cannot correct several losses; where samples are not read, a window may have all of them.
     one_loss = samples is None or (host.reads_are_free and int((samples > 0).sum()) <= 1)
     shares = [] if samples is None else [*(samples.clamp(min=1) / samples.sum().clamp(min=1))]
-    state = host.state.losses
     corrects = state.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
     corrects = corrects and one_loss and not is_deepspeed(host.accelerator)
     state.windows_to_correct = max(state.windows_to_correct - 1, 0)
     counts.parts = _parts(host, totals, len(batches), corrects=corrects, shares=shares)
     for contract, by_rule in zip(state.contracts, totals, strict=True):
         counts.total = counts.total + next((by_rule[rule] for rule in contract.rules), 0)
-    if counts.parts[0].is_whole or not (any(differs) or any(loss.needs_forwards for loss in losses)):
+    if counts.parts[0].is_whole or not any(by_forwards):
         return
     counted = _count_by_forwards(host, batches, counts)
     for at, (loss, part, by_place) in enumerate(zip(losses, counts.parts, counted, strict=True)):
@@ -192,8 +188,8 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
         if host.readable and len(contract.rules) > 1:
             places = {place: float(n) for place, n in by_place.items()}
             contract = loss.contract = contract.fitting(_values(totals[at]), places)
-        by_forwards: Counts = {place: n / shares[at] if shares else n for place, n in by_place.items()}
-        counts.parts[at] = replace(part, contract=contract, totals={**part.totals, **by_forwards})
+        shared: Counts = {place: n / shares[at] if shares else n for place, n in by_place.items()}
+        counts.parts[at] = replace(part, contract=contract, totals={**part.totals, **shared})
 
 
 def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts) -> list[dict[int, Tensor]]:
@@ -247,11 +243,15 @@ def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_numb
     return as_read.latest
 
 
-def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
-    """Whether rules that fit a mean count the window differently; of num_items_in_batch, upstream's is used."""
+def _needs_forwards(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
+    """Whether forwards have to count this window: no rule fits a term, one has failed, or two that fit differ.
+
+    Two that fit num_items_in_batch are reported, and upstream's is used.
+    """
     contract = loss.contract
-    if contract is None or len(by_rule) < 2:
-        return False
+    # Reading would wait for another device.
+    if contract is None or len(by_rule) < 2 or not host.reads_are_free:
+        return loss.needs_forwards
     totals = _values(by_rule)
     differ = contract.ambiguous(totals)
     if How.NUMBER in differ:
@@ -260,7 +260,7 @@ def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor |
         if upstreams:
             loss.contract = contract.with_rules_of_number(upstreams)
         host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
-    return How.MEAN in differ
+    return How.MEAN in differ or loss.needs_forwards
 
 
 def _values(by_rule: Totals) -> dict[Items, float]:

@@ -84,11 +84,11 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
 
 def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContract, str]:
     """How the loss of a batch is reduced, and why it has no mean over items; empty: it has."""
-    losses, task = session.state.losses, task_of(inputs)
+    task = task_of(inputs)
     # Several ranks would have to observe a new task together.
-    if session.contract is None or session.world_size == 1 or losses.of(task) is not None:
+    if session.contract is None or session.world_size == 1 or session.state.losses.of(task) is not None:
         settle(session, [inputs])
-    contract = session.contract
+    losses, contract = session.state.losses, session.contract
     assert contract is not None
     if losses.of(task) is not losses.first or len(losses.each) > 1:
         return contract, "its batches have several tasks, each with its own loss"

@@ -154,16 +154,12 @@ def _number_of(session: Session, window: Window | None, upstream_number: Any) ->
     trainer = session.trainer
     if window is None:
         return stock_number(session, upstream_number)
-    window.stock_number = (
-        upstream_number if window.counts.number is None or not averages_tokens(trainer) else window.counts.number.long()
-    )
     counts, part = window.counts, window.counts.parts[0]
-    contract, number = part.contract, counts.number
-    if number is None:
-        return upstream_number
-    if contract.keeps_scale:
-        # As from stock: of all ranks, or of this one.
-        return number.long() if averages_tokens(trainer) else upstream_number
+    contract, number, averages = part.contract, counts.number, averages_tokens(trainer)
+    # Of all ranks, or of this one.
+    window.stock_number = number.long() if number is not None and averages else upstream_number
+    if number is None or contract.keeps_scale:
+        return window.stock_number
     if contract.items is not None and not contract.custom:
         return counts.total.long()
     if not contract.by_number:
@@ -174,7 +170,7 @@ def _number_of(session: Session, window: Window | None, upstream_number: Any) ->
             window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
         return upstream_number
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
-    multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
+    multiplies = averages if contract.takes_world_size is None else contract.takes_world_size
     return counts.total.long() if multiplies else counts.total / part.world_size
 
 
