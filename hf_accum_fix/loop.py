@@ -19,216 +19,35 @@ the device until a number is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.compare import Setting
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import (
-    decoder_pad,
-    has_z_loss,
-    inside_ddp,
-    is_compiled,
-    products_are_rounded,
-    requires_number,
-    wants_number,
-)
-from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype, scale_mean
-from hf_accum_fix.accumulation.look import LossRun, is_of_forward
-from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
+from hf_accum_fix.accumulation.scaling import run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
 from hf_accum_fix.confirmation import confirm_loop
 from hf_accum_fix.core.backward import WatchedBackward
-from hf_accum_fix.core.contracts import remarks
-from hf_accum_fix.core.count import WindowCounts
-from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.window import Window, open_window
+from hf_accum_fix.core.loop_host import Batch, LoopHost
+from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import engine_divisor, reduced_in, reducing, waits_every_micro_batch
-from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.engines.ranks import is_told
-from hf_accum_fix.errors import (
-    AccumFixError,
-    ContractError,
-    OptionsError,
-    SeamError,
-    StandAsideError,
-    UnsupportedSetupError,
-)
-from hf_accum_fix.options import Options, options_from, shows_options
+from hf_accum_fix.engines.engine import reducing
+from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
+from hf_accum_fix.options import options_from, shows_options
 from hf_accum_fix.upstream.presence import require_accelerator
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 __all__ = ["AccumulationWindow", "AccumulationWindows", "accumulation_windows"]
 
 logger = logging.getLogger("hf_accum_fix")
-
-Batch = Mapping[str, Any]
-
-
-class LoopHost(Host):
-    """A hand-written loop: its ranks and engine, and the model of the open window."""
-
-    #: As it is trained; None: the loss is custom, or this rank has no micro-batch.
-    model: nn.Module | None = None
-    head = "the loss"
-
-    def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
-        super().__init__(options)
-        self.accelerator, self._steps = accelerator, steps
-        launched = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
-        self.data_ranks = self.world_size
-        self.shards = self.world_size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
-        self._is_placed = accelerator is not None
-        self.device = torch.device("cpu") if accelerator is None else accelerator.device
-
-    @property
-    def steps(self) -> int:
-        return self._steps or int(getattr(self.accelerator, "gradient_accumulation_steps", 1))
-
-    @property
-    def readable(self) -> bool:
-        # A loss of one term is corrected without reading.
-        return self.on_cpu and any(len(each.terms) > 1 for each in self.state.contracts)
-
-    @property
-    def corrects_alone(self) -> bool:
-        # A loop has no log at which to read; several ranks would need one more collective.
-        return self.contract is not None and self.contract.is_read
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        if self.world_size > 1:
-            numbers = numbers.clone()
-            dist.all_reduce(numbers)
-        return numbers
-
-    def gather(self, values: list[Any]) -> list[Any]:
-        # accelerate's gather needs its own state, which a loop may lack.
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, values[0])
-        return gathered
-
-    def open(self, batches: Sequence[Batch], device: torch.device | None = None) -> Window:
-        """Count a window; without accelerate, on the ``device`` of the first loss or model."""
-        if not self._is_placed:
-            on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
-            usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-            self.device, self._is_placed = device or usual, device is not None
-        state = self.state
-        try:
-            if not state.aside:
-                return open_window(self, batches)
-        except StandAsideError:
-            state.aside = True
-            self.warn_once(
-                "trouble", "looking at a loss failed on another rank. Its loop goes on as without this package"
-            )
-        except Exception as caught:
-            if isinstance(caught, AccumFixError) or is_of_forward(caught) or is_told(caught):
-                raise
-            # A fault in our code that no collective has told of is the same on every rank.
-            self.note_trouble("looking at a window", caught)
-            state.aside = True
-        return self._plain_window(batches)
-
-    def _plain_window(self, batches: Sequence[Batch]) -> Window:
-        """A window whose loss is the mean over its micro-batches, as a loop has it without this package."""
-        self.state.note_inexact()
-        plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
-        self.state.first.contract = plain
-        self.router.forget()
-        zero = torch.zeros((), dtype=count_dtype(self.device), device=self.device)
-        divisor = engine_divisor(self.accelerator)
-        part = Part(plain, {Items(): zero}, len(batches), self.data_ranks, False, divisor)
-        return Window(self, list(batches), WindowCounts(zero, [{} for _ in batches], None, [part]))
-
-    def look(self, batches: Sequence[Batch]) -> None:
-        model, given = self.model, self.options.contract
-        if model is None and given is None and batches and not self.state.first.is_settled:
-            raise ContractError(
-                "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
-                "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
-            )
-        if model is None:
-            return
-        bare = self.bare(model)
-        self.head, wants = type(bare).__name__, wants_number(bare)
-        self.passes_number = wants if given is None else given.by_number
-        if given is not None and self.passes_number and not wants:
-            raise ContractError(
-                f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
-                "num_items_in_batch; expected Reduction.MEAN"
-            )
-
-    def observe(self, batches: Sequence[Batch], number: Any, synced: SyncedRanks) -> LossContract | None:
-        if (model := self.model) is None or not batches:
-            return None
-        bare = self.bare(model)
-        required = self.passes_number and requires_number(bare)
-        setting = Setting(
-            hands_number=required,
-            handed="all" if required else "once" if self.passes_number else "none",
-            steps=self.steps,
-            world_size=self.world_size,
-            rounded=products_are_rounded(model) or getattr(self.accelerator, "mixed_precision", "no") != "no",
-            has_z_loss=has_z_loss(bare),
-            decoder_pad=decoder_pad(bare),
-        )
-        with self.loss_run(batches) as loss:
-            found = observe(loss, batches, setting, synced)
-        return found.by_rule() if is_compiled(model) else found
-
-    @contextmanager
-    def loss_run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:
-        assert self.model is not None
-        module = inside_ddp(self.model) or self.model
-
-        def forward(inputs: Batch, number: Tensor | None) -> Tensor:
-            tensors = {key: each.to(self.device) for key, each in inputs.items() if isinstance(each, Tensor)}
-            return self.forward(module, {**inputs, **tensors}, number)[0]
-
-        yield LossRun(forward, module, self.device, self.bare(module))
-
-    def routing(self, batches: Sequence[Batch]) -> AbstractContextManager[LossRun]:
-        if self.model is None:
-            raise ContractError(
-                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
-                "batch), since a custom loss only has the mean over micro-batches"
-            )
-        return self.loss_run(batches)
-
-    def settled(self, contract: LossContract, micro_batches: int) -> None:
-        model, first, facts = self.model, self.state.first, {"trainer": "accumulation_windows"}
-        if not (first.is_settled or first.has_target):
-            return
-        if first.is_settled:
-            # A custom loss shows no model.
-            reduced = reduced_in(self.accelerator, model) if self.world_size > 1 and model is not None else []
-            self.record(contract, micro_batches, **facts, reduced_in=reduced, stock_gradient_factor=None)
-            logger.info("%s: the loss %s; G=%d, W=%d.", self.head, contract, micro_batches, self.world_size)
-        for name, message in remarks(self.head, contract, first.attempts):
-            self.warn_once(name, message)
-
-    def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
-        """Loss and outputs of a forward; a model that takes num_items_in_batch gets the number."""
-        given = {"num_items_in_batch": number} if self.passes_number and number is not None else {}
-        with own_counts(inputs):
-            outputs = model(**{**inputs, **given})
-        return loss_among(outputs, inputs, model), outputs
 
 
 class AccumulationWindow:
@@ -369,14 +188,18 @@ class AccumulationWindow:
 
     def _added(self, window: Window, weighed: Weighed) -> Tensor:
         """A loss for backward, added to the window's."""
+        host, contract = self._host, self._host.contract
+        if contract is not None and host.state.losses.first.is_settled and not host.state.recorded:
+            host.contained("reporting a loss", partial(host.record, contract, len(self)), None)
+            logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world_size)
         window.add(weighed.value)
         self._backward.expect(weighed.loss)
         return weighed.loss
 
     def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""
-        host, before = self._host, self._host.model
-        host.model = model
+        host, before = self._host, self._host.trained
+        host.trained = model
         if self._window is None:
             self._window = host.open(self.batches, device)
         elif before is not None and model is not None and host.bare(before) is not host.bare(model):
@@ -449,7 +272,7 @@ class AccumulationWindows:
                     "expected all, since the ranks reduce their gradients in the last; do not break out of a window"
                 )
         host.contained("reading what windows have shown", host.read, None)
-        host.model = None
+        host.trained = None
         if self.world_size > 1:
             # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.
             host.open([])

@@ -358,7 +358,7 @@ def test_a_forward_that_fails_is_said_and_raised(tmp_path: Path, caplog: pytest.
     trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer, model=Fails())
     with caplog.at_level("ERROR", logger="hf_accum_fix"), pytest.raises(RuntimeError, match="no such kernel"):
         trainer.train()
-    assert "pass the contract: apply(contract=LossContract(...))" in caplog.text
+    assert "pass the contract: contract=LossContract(...)" in caplog.text
 
 
 def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
@@ -528,7 +528,7 @@ def _rank(reduced: list[float], contract: LossContract | None = None) -> Session
         ),
     )
     host = Session(trainer, Options())
-    host.state.first.contract = contract
+    host.state.losses.first.contract = contract
     return host
 
 

@@ -31,6 +31,9 @@ class Part:
         is_corrected: the gradient is corrected at the end of the window by the sum of the divisors, so single ones may
             differ from the prediction; else a mean is weighted by its rule's items.
         engine_divisor: the number that the engine divides a loss by.
+        remaining_divisor: the part of G that the engine does not divide a loss by.
+        is_whole: one micro-batch is the global batch.
+        device: of counts.
         mean: n_mean, 0-dim.
         number: num_items_in_batch for a loss that cannot do without: N / W, rounded up; a loss that divides by it is
             multiplied by number / n_mean.
@@ -57,30 +60,17 @@ class Part:
 
     def __post_init__(self) -> None:
         steps = self.micro_batches = max(self.micro_batches, 1)
+        self.is_whole, self.remaining_divisor = steps * self.world_size == 1, steps / self.engine_divisor
         rules = {key: n for key, n in self.totals.items() if isinstance(key, Items)}
         means = {rule: mean_item_count(n, steps, self.world_size) for rule, n in rules.items()}
         self.mean, left = next(iter(means.values())), self.remaining_divisor
+        self.device = self.mean.device
         self.number = (self.mean * steps).ceil().long() if self.contract.hands_number else self.mean
         parts, places = self.engine_divisor * self.world_size, self.totals.keys() - rules.keys()
         self.means: dict[Items | int, Tensor] = {
             **{rule: self.contract.as_number(mean if left == 1 else mean * left) for rule, mean in means.items()},
             **{at: self.contract.as_number(torch.where((n := self.totals[at]) == 0, 1.0, n) / parts) for at in places},
         }
-
-    @property
-    def device(self) -> torch.device:
-        """Of counts."""
-        return self.mean.device
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one micro-batch is the global batch."""
-        return self.micro_batches * self.world_size == 1
-
-    @property
-    def remaining_divisor(self) -> float:
-        """The part of G that the engine does not divide a loss by."""
-        return self.micro_batches / self.engine_divisor
 
     def note_bound(self, term: Term, binds: Tensor) -> None:
         """Note whether a floor or ceiling of a term binds in a micro-batch, where the full batch's may not."""

@@ -63,7 +63,7 @@ def run_by_rule(
     return scale_mean(loss, ratio, None if router is None else router.to(loss.device)), outputs
 
 
-def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:
+def loss_of_outputs(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:
     """The loss that a model returned: alone, as its output ``loss``, or the first.
 
     Raises:

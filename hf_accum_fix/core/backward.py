@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.nodes import on_host
+from hf_accum_fix.accumulation.part import Number
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.rules import is_near
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
+from hf_accum_fix.engines.engine import engine_divisor
 from hf_accum_fix.errors import SeamError
-
-#: The least that a loss scaler begins at; more than the micro-batches that a loop may multiply by.
-_LEAST_SCALE = 2.0**7
 
 
 class WatchedBackward:
@@ -27,10 +26,8 @@ class WatchedBackward:
         self._host = host
         #: Of the losses that the micro-batch has returned.
         self._nodes: list[Any] = []
-        #: ``accelerator.backward`` runs, or first reads the loss, which before torch 2.5 takes a gradient.
-        self._in_engine = self._reads = False
-        #: It has reached one of the losses.
-        self._ran = False
+        #: ``accelerator.backward`` runs; a backward has reached one of the losses.
+        self._in_engine = self._ran = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -40,8 +37,7 @@ class WatchedBackward:
             SeamError: if a loss runs backward without the accelerator, which divides it.
         """
         accelerator = self._host.accelerator
-        if accelerator is not None:
-            self._original = accelerator.backward
+        self._original: Any = getattr(accelerator, "backward", None)
         with nullcontext() if accelerator is None else overridden(accelerator, "backward", self._by_engine):
             yield
         if self._nodes and not self._ran:
@@ -55,37 +51,47 @@ class WatchedBackward:
             loss.register_hook(self._reached)  # type: ignore[no-untyped-call]
 
     def _by_engine(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Instead of ``accelerator.backward``: say what was added to the loss after it was returned."""
-        if self._nodes and loss.grad_fn not in self._nodes:
-            with overridden(self, "_reads", True):
-                others = [term.name for term in read(loss, self._nodes) if term.leaf not in self._nodes]
-            if others:
-                words = f"{', '.join(others)} was added to its loss after that was returned"
-                self._host.report_inexact(f"{words}: it is averaged over G micro-batches, and the log lacks it")
+        """Instead of ``accelerator.backward``: say what was made of the loss after it was returned."""
+        # Before torch 2.5 reading takes a gradient, too.
         with overridden(self, "_in_engine", True):
+            self._host.contained("reading a loss", partial(self._note_changes, loss), None)
             return self._original(loss, *args, **kwargs)
+
+    def _note_changes(self, loss: Tensor) -> None:
+        times, added = made_of(loss, self._nodes) if self._nodes else (1.0, [])
+        if added:
+            words = f"{', '.join(added)} was added to its loss after that was returned"
+            self._host.report_inexact(f"{words}: it is averaged over G micro-batches, and the log lacks it")
+        self._note(times)
 
     def _reached(self, gradient: Tensor) -> None:
         """A hook on the loss, in its backward."""
-        if self._reads:
-            return
         host, self._ran = self._host, True
-        divisor = engine_divisor(host.accelerator)
-        if divisor != 1 and not self._in_engine:
+        if self._in_engine:
+            return
+        if (divisor := engine_divisor(host.accelerator)) != 1:
             raise SeamError(
                 f"got loss.backward() on a loss that accelerator.backward(loss) divides by {divisor}; expected the "
                 "latter; call it, or pass steps=G and no accelerator"
             )
-        # A first window that is observed waits anyway; a loss scaler multiplies, and so may DeepSpeed.
-        looks = host.state.opened == 1 and (host.on_cpu or host.options.contract is None)
-        is_scaled = getattr(host.accelerator, "scaler", None) is not None or is_deepspeed(host.accelerator)
-        if not looks or is_scaled:
-            return
-        times = float(gradient) * divisor
-        if not is_near(times, 1.0, 1e-2) and not _is_by_scaler(times):
-            host.report_inexact(f"its loss was multiplied by {times:g} after it was returned, which the log lacks")
+        # A first window that is observed waits anyway. A loop's loss scaler multiplies; a division by G does not.
+        looks = host.state.opened == 1 and (host.reads_are_free or host.options.contract is None)
+        if looks and float(gradient) < 1:
+            self._note(float(gradient))
+
+    def _note(self, times: Number) -> None:
+        if on_host(times) and not is_near(float(times), 1.0, 1e-2):
+            words = f"its loss was multiplied by {float(times):g} after it was returned, which the log lacks"
+            self._host.report_inexact(words)
 
 
-def _is_by_scaler(times: float) -> bool:
-    """Whether a loop's own loss scaler multiplies: by a large power of two (torch.amp.GradScaler at first by 2**16)."""
-    return times >= _LEAST_SCALE and math.frexp(times)[0] == 0.5
+def made_of(loss: Tensor, returned: Collection[Any]) -> tuple[Number, list[str]]:
+    """What a loss multiplies one of the ``returned`` nodes by, and the names of the terms that it adds to it."""
+    times: Number = 1.0
+    added = list[str]()
+    for term in read(loss, returned):
+        if term.leaf not in returned:
+            added.append(term.name)
+        for factor in term.factors if term.leaf in returned else ():
+            times = times / factor.value if factor.divides else times * factor.value
+    return times, added

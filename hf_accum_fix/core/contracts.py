@@ -1,20 +1,27 @@
-"""Settle how the loss of each task is reduced: observed in its first window, the same on every rank."""
+"""Settle how the loss of each task is reduced: observed in its first windows, the same on every rank."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
+from hf_accum_fix.accumulation.declared import is_compiled
 from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
+from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
-from hf_accum_fix.core.host import Host
+from hf_accum_fix.core.host import MADE_LATER, Host
 from hf_accum_fix.core.state import LossState
+from hf_accum_fix.data.balancing import unfit
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.errors import BY_DESIGN, ContractError, RankError, StandAsideError
+from hf_accum_fix.errors import BY_DESIGN, ContractError, RankError, StandAsideError, UnsupportedSetupError
+
+logger = logging.getLogger("hf_accum_fix")
 
 
 def settle(
@@ -28,83 +35,77 @@ def settle(
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
     """
-    host.contained("looking at what computes the loss", lambda: host.look(batches), None)
-    first, before = host.state.first, host.state.first.contract
+    host.contained("looking at what computes the loss", partial(host.refresh_loss_source, batches), None)
+    first, before = host.state.losses.first, host.state.losses.first.contract
     was_settled = first.is_settled
     if host.options.contract is None:
         _observe_due(host, batches, number, error, asked=asked)
     elif not was_settled:
-        host.state.take(host.options.contract, first)
-    contract = host.state.first.contract
-    assert contract is not None
-    if not was_settled or contract is not before:
-        host.contained("saying how the loss is reduced", lambda: host.settled(contract, len(batches)), None)
+        host.state.losses.use_contract(host.options.contract, first)
+    if not was_settled or host.state.losses.first.contract is not before:
+        host.contained("saying how the loss is reduced", partial(_check_first, host), None)
 
 
 def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
     """Observe the losses of new tasks, those that no window has shown yet, and those that changed."""
-    state, alone = host.state, host.data_ranks == 1
-    if state.first.contract is None:
-        state.tasks, state.without_target = {}, {}
-    held = [state.loss_of(task_of(batch)) for batch in batches]
-    is_open = any(not each.is_settled and (each is state.first or not alone or each in held) for each in state.losses)
+    losses, alone, opened = host.state.losses, host.data_ranks == 1, host.state.opened
+    held = list(dict.fromkeys(map(task_of, batches)))
     # Ranks that meet in every forward cannot observe tasks one by one.
-    mine = [] if host.shards else list(dict.fromkeys(map(task_of, batches)))
-    changed_alone = alone and (state.reconsiders or not all(map(state.knows, mine)))
-    if not (asked or is_open or changed_alone):
+    mine = [] if host.shards else held
+    unsettled = [each for each in losses.each if not each.is_settled]
+    is_open = any(each is losses.first or not alone or each in map(losses.of, held) for each in unsettled)
+    is_new = alone and (losses.reconsiders or not all(losses.knows(task, opened) for task in mine))
+    if not (asked or is_open or is_new):
         return
     tasks, again = check_alike(host, batches, error, mine)
-    state.reconsiders = False
-    state.reconsidered += again
-    tasks = [task for task in tasks if task or not (any(tasks) or state.tasks)]
-    new = {task: LossState() for task in tasks if task not in state.tasks}
-    if new and not state.tasks:
-        new[next(iter(new))] = state.first
-    losses = {**state.tasks, **new}
-    for loss in dict.fromkeys((state.first, *losses.values())):
-        its = [batch for batch in batches if losses.get(task_of(batch), state.first) is loss]
-        if (again or not loss.is_settled) and (its or not alone or loss is state.first):
-            _observe(host, loss, its, number)
-    if not state.first.has_target:
-        state.first = next((loss for loss in new.values() if loss.has_target), state.first)
+    losses.reconsiders = False
+    losses.reconsidered += again
+    tasks = [task for task in tasks if task or not (any(tasks) or losses.tasks)]
+    new = {task: losses.tasks.get(task, LossState()) for task in tasks if task and losses.of(task) is None}
+    if tasks and not losses.tasks:
+        new = {tasks[0]: losses.first, **{task: LossState() for task in tasks[1:]}}
+    of_tasks = {**losses.tasks, **new}
+    for loss in dict.fromkeys((losses.first, *of_tasks.values())):
+        its = [batch for batch in batches if of_tasks.get(task_of(batch), losses.first) is loss]
+        if (again or not loss.is_settled) and (its or not alone or loss is losses.first):
+            _observe_on_all_ranks(host, loss, its, number)
+    if not losses.first.has_target:
+        losses.first = next((loss for loss in new.values() if loss.has_target), losses.first)
     for task, loss in new.items():
         # A rank whose data have ended counts this window, too.
-        _add_task(host, task, loss, state.opened + (not batches))
+        _add_task(host, task, loss, opened + (not batches))
 
 
-def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -> None:
+def _observe_on_all_ranks(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -> None:
     """Observe one loss in a window, and update its contract."""
-    is_first, error = loss is host.state.first, None
+    is_first, error = loss is host.state.losses.first, None
     try:
         # A model or a custom loss may run collectives.
         with SyncedRanks(host.gather if host.world_size > 1 else None) as synced:
-            seen = host.observe(batches, number, synced)
+            seen = _observed(host, batches, number, synced)
     except Exception as caught:
         seen, error = None, caught
     # Running out of memory would happen in training, too.
     by_design = isinstance(error, BY_DESIGN) or (error is not None and out_of_memory(error))
+    told = (error is not None, error is not None and is_of_forward(error), by_design, str(error or ""))
+    failed, of_forward, as_designed, why = zip(*host.all_of(told, None), strict=True)
     # Where the forward of one rank fails alone, the others would wait for it in training.
-    failed = host.all_of((error is not None, error is not None and is_of_forward(error), by_design), None)
-    alone = any(each[1] for each in failed) and not all(each[0] for each in failed)
-    goes_on = not alone or (not is_first and loss.contract is None)
-    found: LossContract | None = None
-    if any(each[0] for each in failed) and goes_on and not any(each[2] for each in failed):
+    alone = any(of_forward) and not all(failed)
+    plain, found = LossContract(Reduction.PLAIN, keeps_scale=host.has_stock), None
+    if any(failed) and not any(as_designed) and (not alone or (not is_first and loss.contract is None)):
         # If training runs this forward, it raises the error itself.
-        why = host.all_of("" if error is None else str(error), None)
-        reason = f"its loss could not be observed: {next((each for each in why if each), '')}"
-        found = LossContract(Reduction.PLAIN, conclusive=not is_first, reason=reason, keeps_scale=host.has_stock)
+        reason = f"its loss could not be observed: {next(filter(None, why), '')}"
+        found = replace(plain, conclusive=not is_first, reason=reason)
     else:
         every = [each for each in host.all_of(seen, error) if each is not None]
         try:
             found = agree(every)
         except ContractError as caught:
-            found = LossContract(Reduction.PLAIN, keeps_scale=host.has_stock, reason=str(caught))
+            found = replace(plain, reason=str(caught))
         except Exception as caught:
             host.note_trouble("comparing the ranks' losses", caught)
         if None in host.all_of(found, None):
-            found = LossContract(
-                Reduction.PLAIN, keeps_scale=host.has_stock, reason="looking at its loss failed on a rank"
-            )
+            found = replace(plain, reason="looking at its loss failed on a rank")
     assert found is not None
     if loss.contract is not None and not loss.contract.yields_to(found):
         return
@@ -114,32 +115,52 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
-    host.state.take(found, loss)
+    host.state.losses.use_contract(found, loss)
 
 
-def _mappings(batches: Sequence[Any]) -> list[Mapping[str, Any]]:
-    return [batch for batch in batches if isinstance(batch, Mapping)]
+def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRanks) -> LossContract | None:
+    """One loss on its micro-batches on this rank; None: there is nothing to observe."""
+    if not batches or host.trained is None:
+        return None
+    try:
+        facts = host.facts(batches, number)
+        if facts.unobserved is not None:
+            return facts.unobserved
+        with host.run(batches) as loss:
+            found = observe(loss, batches, facts.setting, synced)
+    except Exception:
+        logger.error(
+            "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
+            "contract=LossContract(...)",
+            host.head,
+        )
+        raise
+    if facts.setting.custom and host.scales_itself and found.reduction in (Reduction.MEAN, Reduction.SUM):
+        reason = "the trainer declares that it scales the loss itself"
+        return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
+    if facts.doubt:
+        found = replace(found, doubt=facts.doubt, reason=facts.doubt)
+    found = found if facts.shift is None else replace(found, shift=facts.shift)
+    return found.by_rule() if is_compiled(host.model) else found
 
 
 def _add_task(host: Host, task: Task, loss: LossState, window: int) -> None:
     """Add a new task: it shares the loss of an earlier task that is reduced alike, or has its own."""
-    state, found = host.state, loss.contract
+    state, losses, found = host.state, host.state.losses, loss.contract
     assert found is not None
-    if not loss.has_target:
-        state.without_target[task] = window
-        return
-    had_no_target = state.without_target.pop(task, None) is not None
-    shared = (each for other, each in state.tasks.items() if _is_one_loss(task, found, other, each.contract))
-    state.tasks[task] = next(shared, loss)
-    if loss is state.first or state.tasks[task] is not loss:
+    had_no_target, loss.without_target_in = task in losses.tasks, -1 if loss.has_target else window
+    others = {other: each for other, each in losses.tasks.items() if each.has_target and other != task}
+    shared = (each for other, each in others.items() if _is_one_loss(task, found, other, each.contract))
+    losses.tasks[task] = next(shared, loss) if loss.has_target else loss
+    if loss is losses.first or losses.tasks[task] is not loss or not loss.has_target:
         return
     reason = ""
     if found.custom and found.by_number:
         reason = "one num_items_in_batch is passed for several tasks"
-    elif any(other < task or task < other for other in state.tasks if other):
+    elif any(other < task or task < other for other in others if other):
         reason = "other tasks share some of these labels, and a term that both have is no single mean"
     if reason:
-        loss.contract = found = replace(found, doubt=reason, reason=reason)
+        loss.contract = replace(found, doubt=reason, reason=reason)
     words = describe(task)
     if had_no_target and host.is_split:
         host.warn_inexact(
@@ -147,10 +168,7 @@ def _add_task(host: Host, task: Task, loss: LossState, window: int) -> None:
             f"{host.head}: micro-batches with {words} had no target before window {window}; until then their samples "
             "counted for the first task, which got too much weight",
         )
-    # Label smoothing has to know the shift even if nothing is split.
-    if host.is_split or SHIFT_UNKNOWN in (found.reason, found.doubt):
-        for name, message in remarks(f"{host.head}, of {words}", found, loss.attempts):
-            host.warn_once(f"{name} of {words}", message)
+    _warn_of(host, loss, words)
     state.amend(exact=state.exact, **state.facts())
 
 
@@ -173,11 +191,11 @@ def check_alike(
     Returns:
         All ranks' tasks, in one order, and whether any rank reconsiders its losses.
     """
-    labels = {key for batch in _mappings(batches) for key in batch if "label" in key}
+    labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
-    state = host.state
-    gathered = host.all_of((len(batches), bool(labels), held, list(tasks), state.reconsiders, state.troubled), error)
-    lengths, labelled, found, tasks_of_ranks, again, troubled = zip(*gathered, strict=True)
+    again = host.state.losses.reconsiders
+    gathered = host.all_of((len(batches), bool(labels), held, list(tasks), again, host.state.troubled), error)
+    lengths, labelled, found, tasks_of_ranks, changed, troubled = zip(*gathered, strict=True)
     if any(troubled):
         raise StandAsideError
     if len({length if host.shards else bool(length) for length in lengths}) > 1:
@@ -187,7 +205,38 @@ def check_alike(
             f"got {ranks.by_rank(found)}; expected labels on every rank or on none; look at the collator and its "
             "inputs on the rank without"
         )
-    return list(dict.fromkeys(task for its in tasks_of_ranks for task in its)), any(again)
+    return list(dict.fromkeys(task for its in tasks_of_ranks for task in its)), any(changed)
+
+
+def _check_first(host: Host) -> None:
+    """Refuse to balance what a new contract of the first loss couples, and warn unless it is exact."""
+    first, contract = host.state.losses.first, host.state.losses.first.contract
+    assert contract is not None
+    if first.is_settled and host.options.balance_windows and (reason := unfit(contract)) is not None:
+        raise UnsupportedSetupError(
+            f"balance_windows: got {host.head}: {reason}; length-balancing would change its loss; expected a mean "
+            "over items or a sum; omit balance_windows"
+        )
+    # A trainer that handles windows itself is checked in each.
+    is_handled = contract.reason == MADE_LATER and contract.by_divisor
+    if not is_handled and (first.has_target or first.is_settled):
+        _warn_of(host, first)
+
+
+def _warn_of(host: Host, loss: LossState, task: str = "") -> None:
+    """Warn of a loss that is not exact, the first or that of a later ``task``, once."""
+    contract = loss.contract
+    assert contract is not None
+    # Even a global batch of one micro-batch may have a wrong number or shift.
+    unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
+    own_number = contract.by_number and (contract.keeps_scale or not contract.conclusive)
+    matters = host.is_split or unknown_shift or own_number
+    stays = contract.keeps_scale or (contract.custom and host.scales_itself)
+    outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
+    head, of = (f"{host.head}, of {task}", f" of {task}") if task else (host.head, "")
+    for name, message in remarks(head, contract, loss.attempts, outcome=outcome):
+        if name == "sum" or matters:
+            host.warn_once(name + of, message)
 
 
 def remarks(

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract
 from hf_accum_fix.accumulation.declared import holds_shards
-from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules
 from hf_accum_fix.accumulation.look import LossRun, errors_of_forward, is_of_forward, run_with_graph
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.observe import NUMBERS
@@ -61,21 +61,18 @@ def count_window(
     Raises:
         StandAsideError: looking failed on a rank, so that all train as stock.
     """
-    state, several = host.state, host.world_size > 1
+    state, losses, several = host.state, host.state.losses, host.world_size > 1
     # One rank alone has observed its new tasks.
-    asks = several and (state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches))
-    # Several losses are weighted by their samples.
-    samples = [Items()] * (len(state.contracts) > 1)
-    rules = [list(dict.fromkeys((*contract.rules, *samples))) for contract in state.contracts]
-    zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    known = (losses.knows(task_of(batch), state.opened) for batch in batches)
+    asks = several and (losses.reconsiders or not all(known))
+    zero, rules = host.zero, _rules_of(losses.contracts)
     routing, error = count_routing(host, batches, error)
-    each, totals = list[Counts](), [zero] * sum(map(len, rules))
+    each, totals = nothing = list[Counts](), [zero] * sum(map(len, rules))
     try:
-        each, totals = _count(host, rules, batches, strict=several and not asks)
+        counting = partial(_count, host, rules, batches, strict=several and not asks)
+        each, totals = host.contained("counting a window", counting, nothing)
     except BY_DESIGN as caught:
         error = error or caught
-    except Exception as caught:
-        host.note_trouble("counting a window", caught)
     items = [*totals, zero if number is None else torch.as_tensor(number).to(zero)]
     # This rank has a new task or a changed loss; had other counts than predicted; had an inexact window; failed.
     flags = [asks, state.differs, state.unreported, state.troubled]
@@ -84,37 +81,41 @@ def count_window(
     elif error is not None:
         raise error
     asks, differs, inexact, troubled = flags
-    if troubled and (host.hears or not each):
+    if troubled and (host.knows_other_ranks or not each):
         # Where flags are not read, a rank falls back micro-batch by micro-batch.
         raise StandAsideError
-    if asks and host.hears:
+    if asks and host.knows_other_ranks:
         return None
     if asks:
         host.report_inexact("it has micro-batches of a task that was not observed")
     if differs:
-        state.correct_from_now()
+        losses.correct_from_now()
     if inexact and not state.unreported:
         state.note_inexact(state.opened - bool(batches))
     state.unreported = False
     counts, summed = WindowCounts(zero, each, None if number is None else items[-1]), iter(items)
     of_losses = [{rule: next(summed) for rule in its} for its in rules]
-    lengths = (len(batches), host.data_ranks, state.corrects > 0 and not is_deepspeed(host.accelerator))
-    try:
-        _set_parts(host, counts, of_losses, batches)
-        _note_inexact(host, counts, batches)
-        host.router.settle(routing, max(len(batches), 1), host.data_ranks)
-    except BY_DESIGN:
-        raise
-    except Exception as caught:
-        host.note_trouble("planning a window", caught)
+    if not host.contained("planning a window", partial(_plan, host, counts, of_losses, batches, routing), False):
         if not several:
-            raise StandAsideError from caught
+            raise StandAsideError
         # The other ranks wait for this one until they hear of it, in the next window.
-        counts.parts = []
-        for contract, by_rule in zip(state.contracts, of_losses, strict=True):
-            n: dict[Items | int, Tensor] = {rule: by_rule[rule] for rule in contract.rules} or {Items(): zero}
-            counts.parts.append(Part(contract, n, *lengths, engine_divisor(host.accelerator)))
+        corrects = losses.windows_to_correct > 0 and not is_deepspeed(host.accelerator)
+        counts.parts = _parts(host, of_losses, len(batches), corrects=corrects)
     return counts
+
+
+def _plan(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any], routing: Tensor) -> bool:
+    """Plan how the micro-batches of a window are weighted; True: that is done."""
+    _set_parts(host, counts, totals, batches)
+    _note_inexact(host, counts, batches)
+    host.router.settle(routing, max(len(batches), 1), host.data_ranks)
+    return True
+
+
+def _rules_of(contracts: Sequence[LossContract]) -> list[list[Items]]:
+    """The rules that count each loss; several are weighted by their samples."""
+    samples = [Items()] * (len(contracts) > 1)
+    return [list(dict.fromkeys((*contract.rules, *samples))) for contract in contracts]
 
 
 def _over_ranks(
@@ -133,7 +134,7 @@ def _over_ranks(
     ranks.check_status(summed, runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
     # Tensor-parallel ranks have all counted the same samples.
     copies = host.world_size // host.data_ranks
-    heard = [*map(bool, found.tolist())] if host.hears else flags
+    heard = [*map(bool, found.tolist())] if host.knows_other_ranks else flags
     return [*(counts[:-1] / copies), counts[-1]], heard, routing / copies
 
 
@@ -144,38 +145,42 @@ def _count(
 
     ``strict``: a micro-batch without the counted input is an error.
     """
-    state, by_batch, totals = host.state, dict[int, Counts](), list[Tensor]()
-    for contract, its in zip(state.contracts, rules, strict=True):
-        held = [batch for batch in batches if len(rules) == 1 or state.contract_of(batch) is contract]
+    losses, by_batch, totals = host.state.losses, dict[int, Counts](), list[Tensor]()
+    for contract, its in zip(losses.contracts, rules, strict=True):
+        held = [batch for batch in batches if len(rules) == 1 or losses.contract_of(batch) is contract]
         each, sums = count_by_rules(its, held, host.device, several_ranks=strict)
         totals += sums
         by_batch |= {id(batch): found for batch, found in zip(held, each, strict=True)}
     return [by_batch[id(batch)] for batch in batches], totals
 
 
+def _parts(
+    host: Host, totals: Sequence[Totals], micro_batches: int, *, corrects: bool, shares: Sequence[Any] = ()
+) -> list[Part]:
+    """The part of each loss in the window; ``shares``: of the samples that have it (see `tasks`), if not all have."""
+    parts, lengths = list[Part](), (micro_batches, host.data_ranks, corrects, engine_divisor(host.accelerator))
+    for at, (contract, by_rule) in enumerate(zip(host.state.losses.contracts, totals, strict=True)):
+        n: dict[Items | int, Tensor] = {rule: by_rule[rule] for rule in contract.rules} or {Items(): host.zero}
+        parts.append(Part(contract, {rule: n[rule] / shares[at] for rule in n} if shares else n, *lengths))
+    return parts
+
+
 def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
     """Set the part of each loss in the window."""
-    state, zero = host.state, counts.total
-    losses = [each for each in state.losses if each.contract is not None]
-    # Reading would wait for another device. First, since the contracts may change.
-    differs = [
-        host.on_cpu and _rules_differ(host, loss, by_rule, counts.number)
-        for loss, by_rule in zip(losses, totals, strict=True)
-    ]
+    losses, state = [each for each in host.state.losses.each if each.contract is not None], host.state.losses
+    # First, since the contracts may change.
+    by_forwards = [_needs_forwards(host, loss, n, counts.number) for loss, n in zip(losses, totals, strict=True)]
     samples = torch.stack([by_rule[Items()] for by_rule in totals]) if len(totals) > 1 else None
     # One number cannot correct several losses; where samples are not read, a window may have all of them.
-    one_loss = samples is None or (host.on_cpu and int((samples > 0).sum()) <= 1)
-    corrects = state.corrects > 0 or (host.data_ranks == 1 and host.corrects_alone)
+    one_loss = samples is None or (host.reads_are_free and int((samples > 0).sum()) <= 1)
+    shares = [] if samples is None else [*(samples.clamp(min=1) / samples.sum().clamp(min=1))]
+    corrects = state.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
     corrects = corrects and one_loss and not is_deepspeed(host.accelerator)
-    state.corrects = max(state.corrects - 1, 0)
-    # Of the samples that have each loss (see `tasks`).
-    shares = [1.0] if samples is None else [*(samples.clamp(min=1) / samples.sum().clamp(min=1))]
-    lengths = (len(batches), host.data_ranks, corrects, engine_divisor(host.accelerator))
-    for contract, by_rule, share in zip(state.contracts, totals, shares, strict=True):
-        n = {rule: by_rule[rule] for rule in contract.rules} or {Items(): zero}
-        counts.total = counts.total + next(iter(n.values()))
-        counts.parts.append(Part(contract, {rule: each / share for rule, each in n.items()}, *lengths))
-    if counts.parts[0].is_whole or not (any(differs) or any(loss.needs_forwards for loss in losses)):
+    state.windows_to_correct = max(state.windows_to_correct - 1, 0)
+    counts.parts = _parts(host, totals, len(batches), corrects=corrects, shares=shares)
+    for contract, by_rule in zip(state.contracts, totals, strict=True):
+        counts.total = counts.total + next((by_rule[rule] for rule in contract.rules), 0)
+    if counts.parts[0].is_whole or not any(by_forwards):
         return
     counted = _count_by_forwards(host, batches, counts)
     for at, (loss, part, by_place) in enumerate(zip(losses, counts.parts, counted, strict=True)):
@@ -183,8 +188,8 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
         if host.readable and len(contract.rules) > 1:
             places = {place: float(n) for place, n in by_place.items()}
             contract = loss.contract = contract.fitting(_values(totals[at]), places)
-        by_forwards: Counts = {place: n / shares[at] for place, n in by_place.items()}
-        counts.parts[at] = replace(part, contract=contract, totals={**part.totals, **by_forwards})
+        shared: Counts = {place: n / shares[at] if shares else n for place, n in by_place.items()}
+        counts.parts[at] = replace(part, contract=contract, totals={**part.totals, **shared})
 
 
 def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts) -> list[dict[int, Tensor]]:
@@ -198,16 +203,16 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts)
         N of each mean over items of its own, by its place, for each loss; 0-dim. Those of a micro-batch are added to
         its ``counts``.
     """
-    zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    zero = host.zero
     means = [[at for at, each in enumerate(part.contract.terms) if each.how is How.MEAN] for part in counts.parts]
     totals = [dict.fromkeys(places, zero) for places in means]
     if batches:
         with (
-            host.loss_run(batches) as run,
+            host.run(batches) as run,
             preserved_state(run.model, *run.others, leave=run.leave, sharded=holds_shards(run.model)),
         ):
             for batch, its in zip(batches, counts.each, strict=True):
-                contract = host.state.contract_of(batch)
+                contract = host.state.losses.contract_of(batch)
                 at = next(at for at, part in enumerate(counts.parts) if part.contract is contract)
                 takes_number = contract.hands_number or (contract.custom and counts.number is not None)
                 divided: Callable[[], Mapping[int, Any]] = partial(
@@ -238,11 +243,15 @@ def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_numb
     return as_read.latest
 
 
-def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
-    """Whether rules that fit a mean count the window differently; of num_items_in_batch, upstream's is used."""
+def _needs_forwards(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
+    """Whether forwards have to count this window: no rule fits a term, one has failed, or two that fit differ.
+
+    Two that fit num_items_in_batch are reported, and upstream's is used.
+    """
     contract = loss.contract
-    if contract is None or len(by_rule) < 2:
-        return False
+    # Reading would wait for another device.
+    if contract is None or len(by_rule) < 2 or not host.reads_are_free:
+        return loss.needs_forwards
     totals = _values(by_rule)
     differ = contract.ambiguous(totals)
     if How.NUMBER in differ:
@@ -251,7 +260,7 @@ def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor |
         if upstreams:
             loss.contract = contract.with_rules_of_number(upstreams)
         host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
-    return How.MEAN in differ
+    return How.MEAN in differ or loss.needs_forwards
 
 
 def _values(by_rule: Totals) -> dict[Items, float]:
@@ -261,24 +270,22 @@ def _values(by_rule: Totals) -> dict[Items, float]:
 
 def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> None:
     """Note a window whose loss is not exact, that has no target, or a task that a given contract does not cover."""
-    state, empty = host.state, None
+    state, losses, given, empty = host.state, host.state.losses, host.options.contract, None
     if batches and all(part.contract.items is not None for part in counts.parts):
         empty = counts.total == 0
         state.empty = state.empty | empty
-    contracts = map(state.contract_of, batches)
+    contracts = map(losses.contract_of, batches)
     exact = all(each.exact or each.by_divisor or each.reason == NO_TARGET_SEEN for each in contracts)
     # Without a target the gradient is zero, whatever the loss.
-    if not exact and not (host.on_cpu and bool(empty)):
+    if not exact and not (host.reads_are_free and bool(empty)):
         state.note_inexact()
-    counted = {key for rule in state.contracts[0].rules for key in rule.keys}
-    for batch in batches if host.options.contract is not None and counted else ():
-        held = frozenset((key, axes) for key, axes in task_of(batch) if key in counted)
-        state.given_for = held if state.given_for is None else state.given_for
-        if held != state.given_for:
-            covered = describe(state.given_for)
-            host.report_inexact(
-                f"got a micro-batch with {describe(task_of(batch))}; expected {covered}, as the given contract does"
-            )
+    counted = {key for rule in given.rules for key in rule.keys} if given is not None else set()
+    for task in map(task_of, batches) if counted else ():
+        held = frozenset((key, axes) for key, axes in task if key in counted)
+        losses.given_for = held if losses.given_for is None else losses.given_for
+        if held != losses.given_for:
+            expected = f"expected {describe(losses.given_for)}, as the given contract does"
+            host.report_inexact(f"got a micro-batch with {describe(task)}; {expected}")
             return
 
 
@@ -290,7 +297,7 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
     Raises:
         StandAsideError: recognising it failed on a rank, so that all train as stock.
     """
-    router, contract, device = host.router, host.state.first.contract, host.device
+    router, contract, device = host.router, host.state.losses.first.contract, host.device
     if router.convention is Convention.MEAN:
         return router.nothing(device), error
     assert contract is not None
@@ -299,10 +306,7 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
         if len(set(lengths)) > 1:
             raise ranks.uneven(dict(enumerate(lengths)))
     if router.form is None or not router.form.settled:
-
-        def recognise(run: LossRun, forward: Callable[[Any], Tensor]) -> Form:
-            return router.recognise_among(forward, batches, contract.items, run.model, device)
-
+        recognise = partial(router.recognise_among, window=batches, items=contract.items, device=device)
         seen, error = _by_forwards(host, batches, error, recognise, Form(settled=False))
         forms, troubled = zip(*host.all_of((seen, host.state.troubled), error), strict=True)
         if any(troubled):
@@ -311,9 +315,7 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
         if why := router.why_mean(contract.has_router_loss):
             host.warn_once("router", f"{host.head}: {why}")
 
-    def count(run: LossRun, forward: Callable[[Any], Tensor]) -> Tensor:
-        return router.count(forward, batches, run.model, device, host.data_ranks)
-
+    count = partial(router.count, window=batches, device=device, world_size=host.data_ranks)
     return _by_forwards(host, batches, error, count, router.nothing(device))
 
 
@@ -321,10 +323,10 @@ def _by_forwards(
     host: Host,
     batches: Sequence[Any],
     error: Exception | None,
-    look: Callable[[LossRun, Callable[[Any], Tensor]], Value],
+    look: Callable[..., Value],
     instead: Value,
 ) -> tuple[Value, Exception | None]:
-    """What ``look`` finds by forwards of a window, and this rank's error, raised once the other ranks have it.
+    """What ``look(forward, model)`` finds in a window, and this rank's error, raised once the other ranks have it.
 
     That is the first of ``error`` and of what a forward of the loss or a check of ours raises. A fault in our code is
     contained; the other ranks hear of it by the flag in the window's collective.
@@ -332,15 +334,14 @@ def _by_forwards(
     if not batches:
         return instead, error
     try:
-        with host.routing(batches) as run:
-            number = torch.ones((), dtype=count_dtype(host.device), device=host.device)
-            passed = None if host.contract is None else host.contract.as_number(number)
+        with host.run_counting(batches) as run:
+            passed = None if host.contract is None else host.contract.as_number(host.zero + 1)
 
             def forward(inputs: Any) -> Tensor:
                 with errors_of_forward():
                     return run.forward(inputs, passed)
 
-            return look(run, forward), error
+            return look(forward=forward, model=run.model), error
     except Exception as caught:
         host.router.forget()
         if isinstance(caught, BY_DESIGN) or is_of_forward(caught):

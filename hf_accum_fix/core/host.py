@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.declared import inside_ddp
+from hf_accum_fix.accumulation.compare import Setting
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
+from hf_accum_fix.accumulation.items import count_dtype
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
-from hf_accum_fix.core.state import TrainingState
+from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
+from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
 from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
@@ -32,12 +33,34 @@ logger = logging.getLogger("hf_accum_fix")
 Value = TypeVar("Value")
 #: Why a window is not exact.
 OTHER_COUNTS = "its terms divide by another number of items than predicted"
+#: Why a loss is not observed: only what training runs is run.
+MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
+MADE_BY_STEP = "its training_step computes the loss without compute_loss, and is not run except to train"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a loss before it is observed.
+
+    Attributes:
+        setting: of the training.
+        unobserved: its contract, if only what training runs may be run; None: it is observed.
+        doubt: why it is not exact, whatever is observed; empty: there is no reason.
+        shift: labels are shifted as they are smoothed; None: unknown, or they are not smoothed.
+    """
+
+    setting: Setting
+    unobserved: LossContract | None = None
+    doubt: str = ""
+    shift: bool | None = None
 
 
 class Host(ABC):
-    """One training.
+    """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here.
 
     Attributes:
+        name: of the trainer.
+        trained: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
         options: of the training.
         state: of its windows.
         gradient: the sum of a window's gradients.
@@ -51,15 +74,19 @@ class Host(ABC):
         data_ranks: W, data-parallel ranks.
         shards: the ranks meet in every micro-batch, not only in the last one of a window.
         has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
+        scales_itself: the trainer declares that it divides its loss by the accumulation steps.
         device: of the counts.
     """
 
+    name: str
+    trained: nn.Module | None
     accelerator: AcceleratorLike | None
     rank: int
     world_size: int
     data_ranks: int
     shards: bool
     has_stock = False
+    scales_itself = False
     device: torch.device
 
     def __init__(self, options: Options) -> None:
@@ -86,19 +113,24 @@ class Host(ABC):
         """G of a full window."""
 
     @property
-    def on_cpu(self) -> bool:
+    def zero(self) -> Tensor:
+        """A count of nothing, 0-dim."""
+        return torch.zeros((), dtype=count_dtype(self.device), device=self.device)
+
+    @property
+    def reads_are_free(self) -> bool:
         """Whether reading a number does not wait for a device."""
         return self.device.type == "cpu"
 
     @property
     def readable(self) -> bool:
         """Whether a window's numbers are read at its end."""
-        return self.on_cpu
+        return self.reads_are_free
 
     @property
-    def hears(self) -> bool:
+    def knows_other_ranks(self) -> bool:
         """Whether every window's collective tells this rank what the others have found."""
-        return self.world_size == 1 or self.on_cpu
+        return self.world_size == 1 or self.reads_are_free
 
     @property
     def corrects_alone(self) -> bool:
@@ -115,6 +147,17 @@ class Host(ABC):
         model = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return inside_ddp(model) or model
 
+    @property
+    def model(self) -> nn.Module:
+        """The model to observe: a forward through DDP without gradient would switch off the next one's buffer sync."""
+        assert self.trained is not None
+        return inside_ddp(self.trained) or self.trained
+
+    def model_outputs(self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None) -> Any:
+        """Outputs of a forward; a model that takes num_items_in_batch gets the number."""
+        given = {"num_items_in_batch": number} if self.passes_number and number is not None else {}
+        return model(**{**inputs, **given})
+
     @abstractmethod
     def summed(self, numbers: Tensor) -> Tensor:
         """Sum numbers over ranks: a collective."""
@@ -124,28 +167,33 @@ class Host(ABC):
         return ranks.gather_object(values)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def look(self, batches: Sequence[Any]) -> None:
-        """Look at what computes the loss, and check a given contract, before a window is settled."""
-
-    @abstractmethod
-    def loss_run(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
+    def run(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
         """The trained loss, to be run on micro-batches of a window while the context is open."""
 
-    @abstractmethod
-    def observe(self, batches: Sequence[Any], number: Any, synced: SyncedRanks) -> LossContract | None:
-        """Observe one loss on its micro-batches; None: there is nothing to observe."""
+    def run_counting(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
+        """Like `run`, around counting the routing of a window."""
+        return self.run(batches)
 
     @abstractmethod
-    def settled(self, contract: LossContract, micro_batches: int) -> None:
-        """Warn of a new contract of the first loss, unless it is exact."""
+    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
+        """What is known of the loss of these micro-batches; ``number``: upstream's count of them, or None."""
+
+    def setting(self, bare: nn.Module, *, handed: str, hands_number: bool, **more: Any) -> Setting:
+        """Facts about any training, and ``more`` of this host's; ``bare``: the model without wrappers."""
+        return Setting(
+            handed=handed,
+            hands_number=hands_number,
+            steps=self.steps,
+            world_size=self.data_ranks,
+            rounded=getattr(self.accelerator, "mixed_precision", "no") != "no" or products_are_rounded(self.model),
+            decoder_pad=decoder_pad(bare),
+            has_stock=self.has_stock,
+            **more,
+        )
 
     @abstractmethod
-    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
-        """Like `loss_run`, around counting the routing of a window."""
-
-    def outside_micro_batch(self) -> AbstractContextManager[Any]:
-        """Around forwards in the midst of a micro-batch that do not belong to it."""
-        return nullcontext()
+    def refresh_loss_source(self, batches: Sequence[Any]) -> None:
+        """Note what computes the loss now, and check a given contract, before a window is settled."""
 
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
         """The value of every rank, in order; the error of one is raised on all."""
@@ -154,7 +202,7 @@ class Host(ABC):
     @property
     def contract(self) -> LossContract | None:
         """Of the first task's loss; None: it was not observed yet."""
-        return self.state.first.contract
+        return self.state.losses.first.contract
 
     def contained(self, what: str, look: Callable[[], Value], instead: Value) -> Value:
         """The result of looking at something, or ``instead`` if that fails: no look ends a training."""
@@ -175,6 +223,19 @@ class Host(ABC):
             "hf_accum_fix, and is not exact; please report this error",
         )
         logger.debug("%s failed", what, exc_info=error)
+
+    def stand_aside(self) -> None:
+        """Let the training go on as without us, since looking at its loss failed on a rank."""
+        state, words = self.state, "looking at its loss failed on another rank"
+        state.aside = True
+        # Once, whatever this rank has said of it already.
+        if "inexact" not in self.warned:
+            outcome = "The training goes on as without hf_accum_fix, and is not exact"
+            self.warn_once("trouble", f"{self.where}: {words}. {outcome}")
+        if not state.recorded:
+            plain = LossContract(Reduction.PLAIN, reason=words)
+            self.contained("reporting a loss", lambda: self.record(plain, self.steps), None)
+        state.amend(exact=False)
 
     def warn_once(self, name: str, message: str) -> None:
         """Warn once for each name."""
@@ -201,7 +262,8 @@ class Host(ABC):
         if windows := int(state.unread):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.
-            state.corrects = math.inf if self.data_ranks == 1 else state.corrects
+            if self.data_ranks == 1:
+                state.losses.windows_to_correct = ALWAYS
         state.unread = 0
         if "empty" not in self.warned and bool(state.empty):
             self.warn_once(
@@ -226,15 +288,17 @@ class Host(ABC):
 
     def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
         """Keep a contract for report(); ``more``: facts that only this host has."""
-        state = self.state
+        state, model = self.state, self.trained
         observations.record(
             {
                 "head": self.head,
+                "trainer": self.name,
                 **contract.facts(),
                 "exact": state.exact,
                 "inexact_windows": state.inexact,
                 "accumulation_steps": micro_batches,
                 "world_size": self.data_ranks,
+                "reduced_in": reduced_in(self.accelerator, model) if self.data_ranks > 1 and model is not None else [],
                 **state.facts(),
                 **more,
                 **self.repeated,

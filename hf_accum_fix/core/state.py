@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,8 @@ from hf_accum_fix.accumulation.weigh import covers
 
 #: The first windows, in each of which the losses are observed, by other samples.
 ATTEMPTS = 3
+#: For all windows.
+ALWAYS = sys.maxsize
 #: Most windows in which a loss that changed is observed again.
 RECONSIDERED = 8
 
@@ -29,12 +31,17 @@ class LossState:
         attempts: windows with targets in which it was observed.
         counts_by_forwards: a window was divided by other items than its rules predicted.
         earlier: contracts that it had before its terms changed.
+        first_divisor: if it is not observed, what the first micro-batch of the training divided by, the mean over
+            ranks, 0-dim; None: unknown.
+        without_target_in: the window in which it was last observed, and had no target.
     """
 
     contract: LossContract | None = None
     attempts: int = 0
     counts_by_forwards: bool = False
     earlier: list[LossContract] = field(default_factory=list)
+    first_divisor: Tensor | None = None
+    without_target_in: int = -1
 
     @property
     def has_target(self) -> bool:
@@ -54,16 +61,101 @@ class LossState:
 
 
 @dataclass(eq=False)
+class Losses:
+    """The losses of one training, and what is due for them.
+
+    Attributes:
+        first: the loss of the first task that had a target; normally the only one.
+        tasks: the loss of each task, in the same order on all ranks; tasks may share one, and those without a target
+            are trained as the first. Empty: tasks are not distinguished.
+        given_for: the first micro-batch's labels that a given contract counts.
+        windows_to_correct: so many of the next windows have their gradient multiplied by predicted over seen items.
+        may_change: a contract has changed; what has come may go.
+        reconsiders: the losses are observed again in the next window.
+        reconsidered: how often that was done.
+    """
+
+    first: LossState = field(default_factory=LossState)
+    tasks: dict[Task, LossState] = field(default_factory=dict)
+    given_for: Task | None = None
+    windows_to_correct: int = 0
+    may_change: bool = False
+    reconsiders: bool = False
+    reconsidered: int = 0
+
+    @property
+    def each(self) -> list[LossState]:
+        """Each different loss that is trained, the first task's first."""
+        if len(self.tasks) < 2:
+            return [self.first]
+        return list(dict.fromkeys((self.first, *(loss for loss in self.tasks.values() if loss.has_target))))
+
+    @property
+    def contracts(self) -> list[LossContract]:
+        """Of each of these losses that was observed."""
+        return [loss.contract for loss in self.each if loss.contract]
+
+    def of(self, task: Task) -> LossState | None:
+        """The loss of a task; None: it was not observed on targets."""
+        loss = self.tasks.get(task) if self.tasks and task else self.first
+        return loss if loss is self.first or (loss is not None and loss.has_target) else None
+
+    def contract_of(self, batch: Any) -> LossContract:
+        """Of the loss of a micro-batch; for a task that was not observed on targets, the first task's."""
+        loss = self.of(task_of(batch)) if len(self.tasks) > 1 else None
+        contract = (loss or self.first).contract
+        assert contract is not None
+        return contract
+
+    def knows(self, task: Task, window: int) -> bool:
+        """Whether a task was observed on targets, or in this window."""
+        return self.of(task) is not None or (task in self.tasks and self.tasks[task].without_target_in == window)
+
+    def use_contract(self, contract: LossContract, loss: LossState) -> None:
+        """Use a contract of a loss from this window on."""
+        for before in (loss.contract, *loss.earlier):
+            # A loss of one term is corrected, and keeps a single rule.
+            if before is not None and len(contract.terms) > 1:
+                contract = contract.fitting_as_well(before)
+        if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
+            loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
+            self.may_change = True
+        loss.contract = contract
+        always = loss is not self.first and self.windows_to_correct > ATTEMPTS
+        if always or any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract)):
+            self.windows_to_correct = ALWAYS
+        else:
+            # No window has confirmed its rules yet.
+            self.windows_to_correct = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
+
+    def use_earlier(self, contract: LossContract, terms: Sequence[tuple[Any, int]]) -> bool:
+        """Replace a contract by an earlier one of its loss that `covers` these terms; False: none does."""
+        for loss in self.each:
+            for before in loss.earlier if loss.contract is contract else ():
+                if covers(before.terms, terms):
+                    self.use_contract(before, loss)
+                    return True
+        return False
+
+    def reconsider(self) -> None:
+        """Observe the losses again in the next window; limited, as each time takes forwards."""
+        self.reconsiders, self.may_change = self.reconsidered < RECONSIDERED, False
+
+    def correct_from_now(self) -> None:
+        """After a window with other items than predicted: correct losses of one count, count others by forwards."""
+        for loss in self.each:
+            if loss.contract is None or loss.contract.groups <= 1:
+                self.windows_to_correct = ALWAYS
+            else:
+                loss.counts_by_forwards = True
+
+
+@dataclass(eq=False)
 class TrainingState:
     """State of one training.
 
     Attributes:
-        first: the loss of the first task that had a target; normally the only one.
-        tasks: the loss of each task that had a target, in the same order on all ranks; tasks may share one. Empty:
-            tasks are not distinguished.
-        without_target: the other tasks, trained as the first, and the window in which they were last observed.
-        given_for: the first micro-batch's labels that a given contract counts.
-        corrects: so many of the next windows have their gradient multiplied by predicted over seen items; inf: all.
+        losses: how they are reduced.
         differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
         unread: windows since the last log with other counts than predicted; a tensor on the device, if any.
         empty: a window had no target; a tensor on the device.
@@ -71,18 +163,11 @@ class TrainingState:
         inexact: those that were not exact.
         unreported: the other ranks do not know of one of them yet.
         recorded: the training is in the report.
-        looks_until: the losses are observed in the windows up to this one.
-        reconsiders: the losses are observed again in the next window, since they changed.
-        reconsidered: how often that was done.
         troubled: looking at a loss failed on this rank, and the other ranks do not know it yet.
         aside: on a rank it did, so that the training is stock's.
     """
 
-    first: LossState = field(default_factory=LossState)
-    tasks: dict[Task, LossState] = field(default_factory=dict)
-    without_target: dict[Task, int] = field(default_factory=dict)
-    given_for: Task | None = None
-    corrects: float = 0
+    losses: Losses = field(default_factory=Losses)
     differs: bool = False
     unread: Tensor | int = 0
     empty: Tensor | bool = False
@@ -90,76 +175,9 @@ class TrainingState:
     inexact: int = 0
     unreported: bool = False
     recorded: bool = False
-    looks_until: int = ATTEMPTS
-    reconsiders: bool = False
-    reconsidered: int = 0
     troubled: bool = False
     aside: bool = False
     _last_inexact: int = -1
-
-    @property
-    def losses(self) -> list[LossState]:
-        """Each different loss, the first task's first."""
-        return list(dict.fromkeys((self.first, *self.tasks.values())))
-
-    @property
-    def contracts(self) -> list[LossContract]:
-        """Of each of these losses that was observed."""
-        return [each.contract for each in self.losses if each.contract]
-
-    def loss_of(self, task: Task) -> LossState | None:
-        """The loss of a task; None: it was not observed on targets."""
-        return self.tasks.get(task) if self.tasks and task else self.first
-
-    def contract_of(self, batch: Any) -> LossContract:
-        """Of the loss of a micro-batch; for a task that was not observed on targets, the first task's."""
-        loss = self.loss_of(task_of(batch)) if len(self.tasks) > 1 else None
-        contract = (loss or self.first).contract
-        assert contract is not None
-        return contract
-
-    def knows(self, task: Task) -> bool:
-        """Whether a task was observed on targets, or in this window."""
-        return self.loss_of(task) is not None or self.without_target.get(task) == self.opened
-
-    def take(self, contract: LossContract, loss: LossState) -> None:
-        """Use a contract from this window on."""
-        for before in (loss.contract, *loss.earlier):
-            # A loss of one term is corrected, and keeps a single rule.
-            if before is not None and len(contract.terms) > 1:
-                contract = contract.fitting_as_well(before)
-        if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
-            loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
-            # What has come may go.
-            self.looks_until = max(self.looks_until, self.opened + 1)
-        loss.contract = contract
-        always = loss is not self.first and self.corrects == math.inf
-        if always or any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract)):
-            self.corrects = math.inf
-        else:
-            # No window has confirmed its rules yet.
-            self.corrects = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
-
-    def take_earlier(self, contract: LossContract, terms: Sequence[tuple[Any, int]]) -> bool:
-        """Replace a contract by an earlier one of its loss that `covers` these terms; False: none does."""
-        for loss in self.losses:
-            for before in loss.earlier if loss.contract is contract else ():
-                if covers(before.terms, terms):
-                    self.take(before, loss)
-                    return True
-        return False
-
-    def reconsider(self) -> None:
-        """Observe the losses again in the next window; limited, as each time takes forwards."""
-        self.reconsiders = self.reconsidered < RECONSIDERED
-
-    def correct_from_now(self) -> None:
-        """After a window with other items than predicted: correct losses of one count, count others by forwards."""
-        for loss in self.losses:
-            if loss.contract is None or loss.contract.groups <= 1:
-                self.corrects = math.inf
-            else:
-                loss.counts_by_forwards = True
 
     def note_inexact(self, number: int | None = None, windows: int = 1) -> None:
         """Count ``windows`` that are not exact, each once; the last is ``number``, from 1 (None: the last opened)."""
@@ -177,14 +195,12 @@ class TrainingState:
     @property
     def exact(self) -> bool:
         """Whether the loss and every window so far are exact."""
-        return (
-            not (self.inexact or self.aside)
-            and self.first.contract is not None
-            and all(each.exact for each in self.contracts)
-        )
+        contracts = self.losses.contracts
+        return bool(contracts) and not (self.inexact or self.aside) and all(each.exact for each in contracts)
 
     def facts(self) -> dict[str, Any]:
         """The report's entries for several losses; empty: there is one."""
-        if len(self.losses) < 2:
+        if len(self.losses.each) < 2:
             return {}
-        return {"kinds": {describe(task): each.contract.facts() for task, each in self.tasks.items() if each.contract}}
+        of_tasks = ((describe(task), loss) for task, loss in self.losses.tasks.items() if loss.has_target)
+        return {"tasks": {words: loss.contract.facts() for words, loss in of_tasks if loss.contract}}

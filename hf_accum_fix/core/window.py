@@ -21,14 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.items import Counts, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.items import Counts, count_by_rules
+from hf_accum_fix.accumulation.look import is_of_forward
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Weighed, weigh
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
+from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.engines.engine import is_deepspeed
+from hf_accum_fix.engines.ranks import is_told
+from hf_accum_fix.errors import AccumFixError, StandAsideError
 
 _READING = "comparing a window's counts with those predicted"
 
@@ -64,7 +68,7 @@ class Window:
         parts = self.counts.parts
         if len(parts) == 1:
             return parts[0]
-        contract = self.host.state.contract_of(batch)
+        contract = self.host.state.losses.contract_of(batch)
         return next(part for part in parts if part.contract is contract)
 
     def items_of(self, batch: Any) -> Counts:
@@ -77,8 +81,9 @@ class Window:
         return count_by_rules(part.contract.rules, [batch], part.device)[0][0]
 
     def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
-        """Weight the loss of a micro-batch before its backward; one that is unlike the prediction is counted again.
+        """Weight the loss of a micro-batch before its backward.
 
+        A window whose first micro-batch is unlike the prediction is counted again, which may run its forwards.
         ``inputs``: of its forward; a `ZeroWeightBatch` counts nothing.
         """
         part = self.part_of(batch)
@@ -107,21 +112,20 @@ class Window:
         Several ranks would have to do it together, and a gradient that was added cannot be weighted again. A loss that
         was not exact may depend on state that a forward writes, which this micro-batch's backward still needs.
         """
-        host, state = self.host, self.host.state
+        host, losses = self.host, self.host.state.losses
         if self.done or host.world_size > 1 or not unlike.contract.exact:
             return False
-        with host.outside_micro_batch():
-            if not unlike.other_terms:
-                for loss in state.losses:
-                    loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
-            elif not state.take_earlier(unlike.contract, unlike.other_terms):
-                state.reconsider()
-                if not state.reconsiders:
-                    return False
-                settle(host, self.batches, self.counts.number)
-            counted = count_window(host, self.batches, self.counts.number)
-            assert counted is not None
-            self.counts = counted
+        if not unlike.other_terms:
+            for loss in losses.each:
+                loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
+        elif not losses.use_earlier(unlike.contract, unlike.other_terms):
+            losses.reconsider()
+            if not losses.reconsiders:
+                return False
+            settle(host, self.batches, self.counts.number)
+        counted = count_window(host, self.batches, self.counts.number)
+        assert counted is not None
+        self.counts = counted
         contracts = [part.contract for part in counted.parts]
         if captured.values is None and any(each.groups > 1 or each.added for each in contracts):
             host.report_inexact(
@@ -135,12 +139,14 @@ class Window:
         Returns:
             What gradient and ``value`` were multiplied by; None: nothing.
         """
-        host, state, self.ended = self.host, self.host.state, True
+        host, state, losses = self.host, self.host.state, self.host.state.losses
+        self.ended = True
         host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
-        is_read = any(each.is_read for each in state.contracts)
-        if host.hears and host.is_split and is_read and state.opened < state.looks_until:
-            state.reconsider()
+        is_read = any(each.is_read for each in losses.contracts)
+        may_change = losses.may_change or state.opened < ATTEMPTS
+        if may_change and host.knows_other_ranks and host.is_split and is_read:
+            losses.reconsider()
         if not self.batches:
             return None
         if skipped := len(self.batches) - self.done:
@@ -154,8 +160,8 @@ class Window:
         if unread := [differs for differs in looked if differs is not None]:
             state.unread = state.unread + torch.stack(unread).any().long()
         mispredicted = isinstance(times, float) and any(part.contract.rules for part in parts)
-        if host.hears and (mispredicted or any(part.changed for part in parts)):
-            state.reconsider()
+        if host.knows_other_ranks and (mispredicted or any(part.changed for part in parts)):
+            losses.reconsider()
         if times is not None:
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
@@ -168,7 +174,7 @@ class Window:
             return None
         read = host.contained(_READING, lambda: torch.stack([part.counts() for part in parts]).sum(dim=0), None)
         # The other ranks wait for a rank whose counts cannot be read.
-        sums = torch.zeros(2, dtype=count_dtype(host.device), device=host.device) if read is None else read
+        sums = torch.stack([host.zero, host.zero]) if read is None else read
         sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
         if not host.readable:
@@ -217,6 +223,27 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
     if host.readable:
         host.contained("reading what windows have shown", host.read, None)
     return Window(host, list(batches), counts)
+
+
+def open_unless_aside(
+    host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None
+) -> Window | None:
+    """`open_window`; None: looking failed on a rank, so that the training goes on as without us."""
+    if not host.state.aside:
+        try:
+            return open_window(host, batches, number, error)
+        except StandAsideError:
+            host.stand_aside()
+        except Exception as caught:
+            if caught is error or isinstance(caught, AccumFixError) or is_of_forward(caught) or is_told(caught):
+                raise
+            # A fault in our code that no collective has told of is the same on every rank.
+            host.note_trouble("looking at a window", caught)
+            host.stand_aside()
+    host.state.note_inexact()
+    if error is not None:
+        raise error
+    return None
 
 
 def scale_gradients(model: nn.Module, times: Tensor | float) -> None:

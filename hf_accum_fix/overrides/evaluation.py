@@ -23,8 +23,8 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 
@@ -84,13 +84,13 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
 
 def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContract, str]:
     """How the loss of a batch is reduced, and why it has no mean over items; empty: it has."""
-    state, task = session.state, task_of(inputs)
+    task = task_of(inputs)
     # Several ranks would have to observe a new task together.
-    if session.contract is None or session.world_size == 1 or state.loss_of(task) is not None:
+    if session.contract is None or session.world_size == 1 or session.state.losses.of(task) is not None:
         settle(session, [inputs])
-    contract = session.contract
+    losses, contract = session.state.losses, session.contract
     assert contract is not None
-    if state.loss_of(task) is not state.first or len(state.losses) > 1:
+    if losses.of(task) is not losses.first or len(losses.each) > 1:
         return contract, "its batches have several tasks, each with its own loss"
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
         return contract, "the loss has several terms, each a mean over its own items"

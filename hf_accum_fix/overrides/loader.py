@@ -17,8 +17,8 @@ from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.options import BalanceOptions
-from hf_accum_fix.overrides.live import release_counts_windows
 from hf_accum_fix.overrides.session import Original, Session
+from hf_accum_fix.overrides.trainer_facts import release_counts_windows
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
 

@@ -15,8 +15,6 @@ A custom ``training_step`` that never calls the base's may change the loss after
 from __future__ import annotations
 
 import copy
-import logging
-import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -27,32 +25,34 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
-from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed
+from hf_accum_fix.core.backward import made_of
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, loses_micro_batches, reduced_in, set_last_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import averages_tokens, counts_itself, gradient_versions, is_custom, scales_itself
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.overrides.stock_scale import announce_first_loss
+from hf_accum_fix.overrides.trainer_facts import (
+    averages_tokens,
+    counts_itself,
+    gradient_versions,
+    is_custom,
+    scales_itself,
+)
+from hf_accum_fix.overrides.unobserved import divides_by, weigh_by_divisor
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-logger = logging.getLogger("hf_accum_fix")
-
 #: Cached at import: the look-up costs more than a micro-batch.
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
-#: Stock passes no count to heads that would divide by it, so they return their own mean.
-_NUMBER_DROPPED = is_present("item-count-dropped-again", transformers.__version__)
 #: Methods between a micro-batch and the base's loss.
 _BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
 
@@ -133,6 +133,7 @@ class MicroBatch:
     Attributes:
         batch: as fetched.
         is_own: the step got it, not another object.
+        part: of the window, that has its loss; another one after the window was counted again.
         inputs: of its forward, as a ``compute_loss`` got them.
         zero_weight: it counts nothing.
         losses: of it that were weighted.
@@ -145,7 +146,7 @@ class MicroBatch:
         # If the step gets another object, take the batch at its place.
         at_its_place = window.batches[min(window.done, len(window.batches) - 1)]
         self.batch = next((batch for batch in window.batches if batch is inputs), at_its_place)
-        self.is_own = self.batch is inputs
+        self.is_own, self.part = self.batch is inputs, window.part_of(self.batch)
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         self.losses = 0
@@ -161,11 +162,6 @@ class MicroBatch:
         self._compute_loss, self._backward = trainer.compute_loss, self._engine.backward
 
     @property
-    def part(self) -> Part:
-        """The part of the window that has its loss; another one after the window was counted again."""
-        return self.window.part_of(self.batch)
-
-    @property
     def is_last(self) -> bool:
         """Whether it is the last of its window."""
         return self.window.done + 1 == len(self.window.batches)
@@ -177,9 +173,8 @@ class MicroBatch:
         if self._looks and window.gradients is None:
             window.gradients = gradient_versions(self._model)
         with (
-            capture(self.part.contract, session.bare()) as self._captured,
+            capture(self.part.contract, session.bare(session.trainer.model)) as self._captured,
             overridden(session, "base_loss", self.base_loss),
-            overridden(session, "outside_micro_batch", lambda: overridden(self, "_inside", True)),
             overridden(session.trainer, "compute_loss", self.compute_loss),
             overridden(self._engine, "backward", self.backward),
             self._reduced_in_the_last(),
@@ -199,7 +194,7 @@ class MicroBatch:
                 result = self._compute_loss(model, inputs, *args, **kwargs)
             if self._looks and self.window.gradients != gradient_versions(self._model):
                 session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
-            if session.own_step is not None:
+            if session.replaced_step is not None:
                 return result
             # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
             # on the model's output that divide once more.
@@ -236,7 +231,7 @@ class MicroBatch:
         if contract.keeps_scale or (part.is_whole and counts_itself(trainer)):
             passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
-        if contract.keeps_scale and passed is not None and session.takes_number and averages_tokens(trainer):
+        if contract.keeps_scale and passed is not None and session.accepts_number and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
         if loss.requires_grad or contract.items is None or not torch.is_grad_enabled():
@@ -251,46 +246,19 @@ class MicroBatch:
         self._node = loss.grad_fn
         if contract.terms or contract.keeps_scale:
             inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
-            self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
+            with overridden(self, "_inside", True):
+                self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
+            self.part = window.part_of(self.batch)
         else:
-            if session.own_step is not None:
-                divided = _divides_by(loss, {steps, session.steps})
+            if session.replaced_step is not None:
+                divided = divides_by(loss, {steps, session.steps})
             else:
                 divided = contract.custom and scales_itself(session.trainer)
-            loss = self._as_the_first(loss) if contract.by_divisor else loss
+            loss = weigh_by_divisor(loss, session, self.part, self.losses) if contract.by_divisor else loss
             loss = loss * 0.0 if self.zero_weight and contract.custom else loss
             self.weighed = window.average(loss, steps if divided else 1)
         self.losses += 1
         return True
-
-    def _as_the_first(self, loss: Tensor) -> Tensor:
-        """An unobserved loss, weighted by its divisor relative to the first micro-batch's.
-
-        On several ranks relative to the mean of their first. At its end the window is corrected by the sums of both, as
-        for every loss that no rule counts.
-        """
-        session, part, terms = self.session, self.part, read(loss)
-        divisor: Tensor | float | None = None
-        if len(terms) == 1 and terms[0].readable:
-            divides = (each.value for each in terms[0].factors if each.divides and not each.learnt)
-            divisor = math.prod(divides, start=1.0)
-        if part.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
-            # The mean over the ranks that have one: a collective.
-            zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
-            known = torch.stack([zero, zero] if divisor is None else [zero + divisor, zero + 1])
-            total, ranks = session.summed(known).unbind()
-            session.first_divisor = torch.where(ranks > 0, total / ranks.clamp(min=1), torch.ones_like(total))
-        if divisor is None:
-            names = ", ".join(sorted({each.name for each in terms}))
-            part.changed = f"the number it divides by cannot be read: {names}"
-            return loss
-        # A step may pass several losses of a micro-batch.
-        first = part.first(self.losses, divisor)
-        if session.first_divisor is not None and not self.losses:
-            first = session.first_divisor
-        part.note(self.losses, divisor, first)
-        times = divisor / first
-        return loss * (times.to(loss) if isinstance(times, Tensor) else times) if part.is_corrected else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """``accelerator.backward`` with the weighted loss instead of the trainer's."""
@@ -299,7 +267,7 @@ class MicroBatch:
         if self._inside:
             return self._backward(loss, **kwargs)
         with self._refusing():
-            if self.session.own_step is not None:
+            if self.session.replaced_step is not None:
                 self.session.contained("weighting the loss of a micro-batch", partial(self._weigh, loss), False)
             if self.weighed is not None:
                 # The engine may divide by another number than in other micro-batches.
@@ -316,64 +284,14 @@ class MicroBatch:
         is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
         if is_news or keeps_scale:
             # On the loss since ``compute_loss`` returned it.
-            own = (term for term in read(passed, (self._node,)) if term.leaf is self._node)
-            for each in (factor for term in own for factor in term.factors):
-                factor = factor / float(each.value) if each.divides else factor * float(each.value)
+            factor = float(made_of(passed, (self._node,))[0])
         if is_news:
-            self.session.contained("reporting a loss", partial(self._announce, factor * steps / divides), None)
+            announce = partial(announce_first_loss, self.session, window, self.part, factor * steps / divides)
+            self.session.contained("reporting a loss", announce, None)
         # Some terms may keep the stock Trainer's scale, and its engine's division.
         stock = factor / divides
         loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
-
-    def _announce(self, stock_scale: float) -> None:
-        """Log and record, once per run, how its loss is reduced, and at what scale the stock Trainer would train it.
-
-        ``stock_scale``: G times the installed Trainer's factor on a loss, and its engine's.
-        """
-        session, contract, world_size = self.session, self.part.contract, self.part.world_size
-        factor, router_factor = self._stock_factors(stock_scale)
-        session.record(
-            contract,
-            len(self.window.batches),
-            trainer=type(session.trainer).__name__,
-            router_loss=session.router.in_force.value,
-            reduced_in=reduced_in(self._engine, self._model) if world_size > 1 else [],
-            stock_gradient_factor=factor,
-            stock_router_factor=router_factor,
-        )
-        words = f", {session.router.in_force}" if contract.has_router_loss else ""
-        words += f"; G={len(self.window.batches)}, W={world_size}."
-        if factor is not None:
-            words += f" The stock Trainer would train at about {factor:.3g}x this gradient."
-            if abs(factor - 1) > 0.02:
-                words += " Learning rate and clipping were tuned at that scale."
-        if router_factor is not None:
-            words += f" The stock Trainer would train its router loss at about {router_factor:.3g}x."
-        if session.rank == 0:
-            logger.info("%s: the loss %s%s", session.head, contract, words)
-
-    def _stock_factors(self, scale: float) -> tuple[float | None, float | None]:
-        """The installed Trainer's approximate factors on the exact gradient, and on the router loss; None: unknown.
-
-        Its own division is read from the loss that it passes on, its count from what it returned; the multiplication by
-        W follows the condition that all releases share.
-        """
-        session, contract, counts = self.session, self.part.contract, self.window.counts
-        if contract.custom or session.trainer.label_smoother is not None or loses_micro_batches(self._engine):
-            return None, None
-        number = counts.number
-        averaged = averages_tokens(session.trainer) and session.takes_number
-        of_means = scale * (self.part.world_size if averaged and number is not None else 1)
-        if contract.has_router_loss and contract.by_number:
-            # Two terms with different factors.
-            return None, of_means
-        by_number = contract.reduction is Reduction.NUMBER and not _NUMBER_DROPPED
-        if by_number and number is not None and float(number):
-            # Unless upstream averages, a rank divides by its own count, about 1/W of the total.
-            return scale / len(self.window.batches) * float(counts.total) / float(number), None
-        is_mean = contract.reduction in (Reduction.MEAN, Reduction.NUMBER) and not by_number
-        return of_means if is_mean else None, None
 
     def end(self) -> Tensor | None:
         """End it after its step, and with the last one the window.
@@ -392,7 +310,7 @@ class MicroBatch:
             )
         if loss is not None:
             window.add(loss)
-        elif session.own_step is not None and session.is_split:
+        elif session.replaced_step is not None and session.is_split:
             session.not_exact("no loss", "passed no loss of a micro-batch to accelerator.backward")
         window.done += 1
         if window.done < len(window.batches):
@@ -424,14 +342,3 @@ class MicroBatch:
                 "install 4.46.3"
             )
         return overridden(self._model, "require_backward_grad_sync", self.is_last)
-
-
-def _divides_by(loss: Tensor, steps: set[int]) -> bool:
-    """Whether a loss has a factor 1/G: then the trainer may have divided by the accumulation steps already."""
-    numbers = {float(each) for each in steps if each > 1}
-    return any(
-        float(each.value) in numbers or (each.value and 1 / float(each.value) in numbers)
-        for term in read(loss)
-        for each in (term.factors[:-1] if term.divides else term.factors)
-        if not each.learnt
-    )

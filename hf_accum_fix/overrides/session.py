@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,31 +13,26 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation import declared
-from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.compare import Setting
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction, router_loss
-from hf_accum_fix.accumulation.look import LossRun, is_of_forward
-from hf_accum_fix.accumulation.observe import observe, shift_of
+from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.observe import shift_of
 from hf_accum_fix.accumulation.own_scale import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
-from hf_accum_fix.accumulation.scaling import loss_among
-from hf_accum_fix.core.contracts import remarks, settle
-from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.window import Window, open_window
-from hf_accum_fix.data.balancing import unfit
+from hf_accum_fix.accumulation.scaling import loss_of_outputs
+from hf_accum_fix.core.contracts import settle
+from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host
+from hf_accum_fix.core.state import Losses
+from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.engines.ranks import is_told
-from hf_accum_fix.errors import AccumFixError, ContractError, StandAsideError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides import live
+from hf_accum_fix.overrides import trainer_facts as facts_of
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
-
-logger = logging.getLogger("hf_accum_fix")
 
 #: The trainer's attribute for its session.
 SESSION = "_hf_accum_fix_session"
@@ -50,9 +44,6 @@ Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any]
 #: (model, inputs, the number that a custom ``compute_loss`` passed on) -> (loss, outputs) of the base's.
 BaseLoss: TypeAlias = Callable[[nn.Module, Mapping[str, Any], Any], tuple[Tensor, Any]]
-#: Why a loss is not observed: only what training runs is run.
-MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
-MADE_BY_STEP = "its training_step computes the loss without compute_loss, and is not run except to train"
 
 
 class Session(Host):
@@ -61,11 +52,10 @@ class Session(Host):
     Attributes:
         window: the open one; None: there is none.
         base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
+        replaced_step: see `trainer_facts.replaced_step`; None: the base's step runs micro-batches.
         func: the trainer's ``compute_loss_func``; None: it has none.
-        own_step: see `live.own_step`; None: the base's step runs micro-batches.
         computed_by: what computed the loss when it was observed.
         shift: labels are shifted as they are smoothed; None: unknown.
-        first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
         requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
         kept_back: see `LossRun`.
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
@@ -82,7 +72,6 @@ class Session(Host):
     func: Callable[..., Any] | None = None
     computed_by: tuple[Any, ...] = ()
     shift: bool | None = None
-    first_divisor: Tensor | None = None
     requires_number = False
     kept_back = 0
     uncounted: list[Any] | None = None
@@ -95,12 +84,17 @@ class Session(Host):
         super().__init__(options)
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
-        self.data_ranks, self.shards = live.data_ranks(trainer), is_sharded(trainer.accelerator)
-        self.own_step = live.own_step(trainer)
+        self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
+        self.replaced_step = facts_of.replaced_step(trainer)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """See `Host`."""
+        return type(self.trainer).__name__
 
     @property
     def head(self) -> str:
-        return type(self.bare()).__name__
+        return type(self.bare(self.trainer.model)).__name__
 
     @property
     def where(self) -> str:
@@ -110,14 +104,20 @@ class Session(Host):
     def steps(self) -> int:
         return int(self.trainer.args.gradient_accumulation_steps)
 
-    def bare(self, model: nn.Module | None = None) -> nn.Module:
-        # DeepSpeed's wrapper has its own config.
-        return self.trainer.accelerator.unwrap_model(self.trainer.model)  # type: ignore[no-any-return]
+    @property
+    def trained(self) -> nn.Module:  # type: ignore[override]
+        """See `Host`."""
+        return self.trainer.model_wrapped  # type: ignore[no-any-return]
 
     @property
-    def model(self) -> nn.Module:
-        """The model to observe: a forward through DDP without gradient would switch off the next one's buffer sync."""
-        return declared.inside_ddp(self.trainer.model_wrapped) or self.trainer.model_wrapped
+    def scales_itself(self) -> bool:  # type: ignore[override]
+        """See `Host`."""
+        return facts_of.scales_itself(self.trainer)
+
+    @property
+    def smooths(self) -> bool:
+        """Whether a label smoother computes the loss."""
+        return self.trainer.label_smoother is not None and self.func is None
 
     @property
     def owns_labels(self) -> bool:
@@ -125,14 +125,14 @@ class Session(Host):
         return self.func is not None or self.trainer.label_smoother is not None
 
     @property
-    def takes_number(self) -> bool:
+    def accepts_number(self) -> bool:
         """Whether the model or the compute_loss_func gets num_items_in_batch."""
         return self.passes_number or self.func is not None
 
     @property
     def custom_loss(self) -> Callable[..., Any] | None:
         """The custom loss that is trained; None: it is the base's."""
-        return live.compute_loss_of(self.trainer) if self.own_step is None else self.loss_of_step
+        return facts_of.compute_loss_of(self.trainer) if self.replaced_step is None else self.loss_of_step
 
     @property
     def router_loss_depends_on_split(self) -> bool:
@@ -152,49 +152,20 @@ class Session(Host):
 
     def not_exact(self, name: str, what: str) -> None:
         """Warn once of what the trainer does, verb first, and count this window as inexact."""
-        self.warn_inexact(name, f"{type(self.trainer).__name__} {what}; the step is reported as not exact")
+        self.warn_inexact(name, f"{self.name} {what}; the step is reported as not exact")
 
     def inside(self, what: str) -> overridden:
         """Let a nested call of the same override pass through."""
         return overridden(self, "busy", self.busy | {what})
 
-    def stand_aside(self) -> None:
-        """Let the training go on as stock's, since looking at its loss failed on a rank."""
-        state = self.state
-        state.aside = True
-        words = "looking at its loss failed on another rank"
-        # Once, whatever this rank has said of it already.
-        if "inexact" not in self.warned:
-            self.warn_once("trouble", f"{self.where}: {words}. The training goes on as the stock Trainer's, not exact")
-        contract, name = LossContract(Reduction.PLAIN, reason=words), type(self.trainer).__name__
-        if not state.recorded:
-            self.contained("reporting a loss", lambda: self.record(contract, self.steps, trainer=name), None)
-        state.amend(exact=False)
-
     def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window | None:
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
-        window: Window | None = None
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
         self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
-        if not self.state.aside:
-            try:
-                self.window = window = open_window(self, batches, number, error)
-            except StandAsideError:
-                self.stand_aside()
-            except Exception as caught:
-                if caught is error or isinstance(caught, AccumFixError) or is_of_forward(caught) or is_told(caught):
-                    raise
-                # A fault in our code that no collective has told of is the same on every rank.
-                self.note_trouble("looking at a window", caught)
-                self.stand_aside()
-        if self.state.aside:
-            self.state.note_inexact()
-            self.window = None
-            if error is not None:
-                raise error
+        self.window = window = open_unless_aside(self, batches, number, error)
+        if window is None:
             return None
-        assert window is not None
         if len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",
@@ -220,26 +191,27 @@ class Session(Host):
         trainer, func, inputs, labels = self.trainer, self.func, dict(given), None
         if self.owns_labels:
             labels = inputs.pop("labels", None)
-        if self.passes_number and number is not None:
-            inputs["num_items_in_batch"] = number
         with own_counts(given) if self.world_size > 1 else nullcontext():
-            outputs = model(**inputs)
+            outputs = self.model_outputs(model, inputs, number)
             if (past := getattr(trainer.args, "past_index", -1)) >= 0:
                 vars(trainer)["_past"] = outputs[past]
             if func is not None:
                 return func(outputs, labels, num_items_in_batch=number), outputs
         if trainer.label_smoother is None or labels is None:
-            return loss_among(outputs, inputs, model), outputs
-        loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=bool(self.shift))
+            return loss_of_outputs(outputs, inputs, model), outputs
+        # A rank without targets has not seen it.
+        shift = self.contract.shift if self.shift is None and self.contract is not None else self.shift
+        loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=bool(shift))
         # The smoothed loss uses the logits alone.
-        for name, coefficient in zip(("aux_loss", "z_loss"), declared.router_coefficients(self.bare()), strict=True):
+        coefficients = declared.router_coefficients(self.bare(trainer.model))
+        for name, coefficient in zip(("aux_loss", "z_loss"), coefficients, strict=True):
             if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
 
     def loss_of_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Tensor:
-        """What `own_step` passes to ``accelerator.backward``, as a ``compute_loss``; nothing is run backward."""
-        step, passed = self.own_step, list[Tensor]()
+        """What `replaced_step` passes to ``accelerator.backward``, as a ``compute_loss``; nothing is run backward."""
+        step, passed = self.replaced_step, list[Tensor]()
         assert step is not None
         given = {"num_items_in_batch": num_items_in_batch} if declared.has_parameter(step, "num_items_in_batch") else {}
         with overridden(self.trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)):
@@ -272,13 +244,13 @@ class Session(Host):
             if custom is None:
                 return base(model, inputs, number)
             stack.enter_context(overridden(self, "base_loss", base))
-            if live.hands_number(custom):
+            if facts_of.hands_number(custom):
                 given = {"num_items_in_batch": number, **given}
             result = custom(model, inputs, **given)
         return result if isinstance(result, tuple) else (result, None)
 
     @contextmanager
-    def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
+    def run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
         trainer, model = self.trainer, self.model
         # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
         with (
@@ -289,7 +261,7 @@ class Session(Host):
                 lambda inputs, number: self.loss_in_training(self.custom_loss, model, inputs, number)[0],
                 model,
                 self.device,
-                self.bare(),
+                self.bare(trainer.model),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
                 more_steps=self._more_steps,
@@ -298,14 +270,14 @@ class Session(Host):
             )
 
     @contextmanager
-    def routing(self, batches: Sequence[Any]) -> Iterator[LossRun]:
+    def run_counting(self, batches: Sequence[Any]) -> Iterator[LossRun]:
         trainer = self.trainer
         # Other libraries bind its name only once it is imported.
         import_module(LENDER)
         # A schedule-free optimizer evaluates at other weights than it trains at.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        with self.loss_run(batches) as run:
+        with self.run(batches) as run:
             run.model.train()
             with nullcontext() if self.custom_loss is None else PythonState(trainer, leave=run.leave):
                 yield run
@@ -327,15 +299,14 @@ class Session(Host):
 
     # --- how it is reduced -------------------------------------------------------------------------------------------
 
-    def look(self, batches: Sequence[Any]) -> None:
-        trainer, state, given = self.trainer, self.state, self.options.contract
+    def refresh_loss_source(self, batches: Sequence[Any]) -> None:
+        trainer, given = self.trainer, self.options.contract
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
         self.func = getattr(trainer, "compute_loss_func", None)
         computed_by = (accepts, self.func, trainer.label_smoother)
         if self.computed_by == computed_by:
             return
-        self.computed_by, state.first.contract, state.first.attempts = computed_by, None, 0
-        state.corrects, self.router.form = False, None
+        self.computed_by, self.state.losses, self.router.form = computed_by, Losses(), None
         self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
         required = self.passes_number and declared.requires_number(trainer.model_wrapped)
         self.requires_number = required or self.func is not None
@@ -348,86 +319,39 @@ class Session(Host):
                 "num_items_in_batch; expected Reduction.MEAN, or set model_accepts_loss_kwargs = True"
             )
 
-    def settled(self, contract: LossContract, micro_batches: int) -> None:
-        trainer, first = self.trainer, self.state.first
-        # A rank without targets cannot see it.
-        self.shift = contract.shift if self.shift is None else self.shift
-        if first.is_settled and self.options.balance_windows and (reason := unfit(contract)) is not None:
-            raise UnsupportedSetupError(
-                f"balance_windows: got {self.head}: {reason}; length-balancing would change its loss; expected a mean "
-                "over items or a sum; omit balance_windows"
-            )
-        # A trainer that handles windows itself is checked in each.
-        handled = contract.reason == MADE_LATER and live.declares_scale(trainer)
-        if handled or (contract.reason == NO_TARGET_SEEN and not first.is_settled):
-            return
-        # Even a global batch of one micro-batch may have a wrong number or shift.
-        unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
-        own_number = contract.by_number and (contract.keeps_scale or not contract.conclusive)
-        matters = self.is_split or unknown_shift or own_number
-        stays = contract.keeps_scale or (contract.custom and live.scales_itself(trainer))
-        outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
-        for name, message in remarks(self.head, contract, first.attempts, outcome=outcome):
-            if name == "sum" or matters:
-                self.warn_once(name, message)
-
-    def observe(self, batches: Sequence[Any], number: Any, synced: SyncedRanks) -> LossContract | None:
-        trainer, step, custom = self.trainer, self.own_step, self.custom_loss is not None
-        if not batches:
-            return None
-        if not all(isinstance(batch, Mapping) for batch in batches):
-            by_divisor = live.declares_scale(trainer)
-            return LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
-        if step is not None and not live.names(inspect.unwrap(step), "compute_loss", "accelerator"):
-            return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
-        setting = self._setting(number)
-        try:
-            self._settle_shift(batches)
-            with self.loss_run(batches) as loss:
-                found = observe(loss, batches, setting, synced)
-        except Exception:
-            logger.error(
-                "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
-                "apply(contract=LossContract(...))",
-                self.head,
-            )
-            raise
-        if any(parameter._backward_hooks for parameter in self.model.parameters()):
-            reason = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
-            found = replace(found, doubt=reason, reason=reason)
-        if custom and live.scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
-            reason = "the trainer declares that it scales the loss itself"
-            return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
-        if trainer.label_smoother is not None and not setting.func:
-            found = replace(found, shift=self.shift, doubt=found.doubt or SHIFT_UNKNOWN * (self.shift is None))
-        return found.by_rule() if declared.is_compiled(self.model) else found
-
-    def _setting(self, number: Any) -> Setting:
-        """Facts about the training that are known beforehand."""
-        trainer, compute_loss, func = self.trainer, self.custom_loss, self.func
+    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
+        trainer, compute_loss, func, step = self.trainer, self.custom_loss, self.func, self.replaced_step
         # Where nothing is counted, training passes None.
-        counts = number is not None or live.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
-        handed = compute_loss is not None and live.hands_number(compute_loss) and counts
+        counts = number is not None or facts_of.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
+        handed = compute_loss is not None and facts_of.hands_number(compute_loss) and counts
         shows = "once" if self.passes_number and compute_loss is None else "none"
-        return Setting(
+        bare = self.bare(trainer.model)
+        setting = self.setting(
+            bare,
             handed="all" if handed or self.requires_number else shows,
             hands_number=self.requires_number,
             custom=compute_loss is not None,
             func=func is not None,
-            multiplies=live.averages_tokens(trainer),
-            has_z_loss=compute_loss is None and func is None and declared.has_z_loss(self.bare()),
-            has_stock=self.has_stock,
-            decoder_pad=declared.decoder_pad(self.bare()),
-            steps=self.steps,
-            world_size=self.data_ranks,
+            multiplies=facts_of.averages_tokens(trainer),
+            has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
             upstream_number=None if number is None else float(number),
-            rounded=trainer.accelerator.mixed_precision != "no" or declared.products_are_rounded(self.model),
         )
+        plain = LossContract(Reduction.PLAIN, custom=setting.custom)
+        if not all(isinstance(batch, Mapping) for batch in batches):
+            made_later = replace(plain, by_divisor=facts_of.declares_scale(trainer), reason=MADE_LATER)
+            return Facts(setting, unobserved=made_later)
+        if step is not None and not facts_of.code_mentions(inspect.unwrap(step), "compute_loss", "accelerator"):
+            return Facts(setting, unobserved=replace(plain, by_divisor=True, reason=MADE_BY_STEP))
+        self._settle_shift(batches)
+        doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
+        if any(parameter._backward_hooks for parameter in self.model.parameters()):
+            doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
+        return Facts(setting, doubt=doubt, shift=self.shift)
 
     def _settle_shift(self, batches: Sequence[Any]) -> None:
         """Set whether labels are shifted as they are smoothed, as in the model's own loss."""
         trainer, model = self.trainer, self.model
-        if trainer.label_smoother is None or self.func is not None:
+        if not self.smooths:
             return
         if all(getattr(batch.get("labels"), "ndim", 2) < 2 for batch in batches):
             self.shift = False
@@ -435,7 +359,7 @@ class Session(Host):
 
         def call(inputs: Mapping[str, Any], _: Tensor | None) -> Tensor:
             with trainer.compute_loss_context_manager():
-                return loss_among(model(**trainer._prepare_inputs(inputs)), inputs, model)
+                return loss_of_outputs(model(**trainer._prepare_inputs(inputs)), inputs, model)
 
         self.shift = None
         self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))

@@ -19,10 +19,10 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
 from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
@@ -73,7 +73,7 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield sys.modules[Trainer.__module__], "skip_first_batches", skip_first_batches
     if is_custom(trainer, "get_batch_samples"):
         yield trainer, "get_batch_samples", _count_returned
-    if session.own_step is not None:
+    if session.replaced_step is not None:
         # It never reaches the class's.
         yield trainer, "training_step", _step
     yield accelerator, "backward", _backward
@@ -140,7 +140,7 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
 def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
     """Train as stock where a trainer counts the items that its model divides by in its own way."""
     counts, contract = window.counts, window.counts.parts[0].contract
-    if number is None or contract.custom or not session.takes_number or not session.on_cpu:
+    if number is None or contract.custom or not session.accepts_number or not session.reads_are_free:
         return
     of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
     if abs(of_all - total) > 1e-6 * total:
@@ -154,27 +154,23 @@ def _number_of(session: Session, window: Window | None, upstream_number: Any) ->
     trainer = session.trainer
     if window is None:
         return stock_number(session, upstream_number)
-    window.stock_number = (
-        upstream_number if window.counts.number is None or not averages_tokens(trainer) else window.counts.number.long()
-    )
     counts, part = window.counts, window.counts.parts[0]
-    contract, number = part.contract, counts.number
-    if number is None:
-        return upstream_number
-    if contract.keeps_scale:
-        # As from stock: of all ranks, or of this one.
-        return number.long() if averages_tokens(trainer) else upstream_number
+    contract, number, averages = part.contract, counts.number, averages_tokens(trainer)
+    # Of all ranks, or of this one.
+    window.stock_number = number.long() if number is not None and averages else upstream_number
+    if number is None or contract.keeps_scale:
+        return window.stock_number
     if contract.items is not None and not contract.custom:
         return counts.total.long()
     if not contract.by_number:
         return upstream_number
     if part.is_whole:
-        if window.host.on_cpu and counts.total != number:
+        if window.host.reads_are_free and counts.total != number:
             n, upstreams = float(counts.total), float(number)
             window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
         return upstream_number
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
-    multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
+    multiplies = averages if contract.takes_world_size is None else contract.takes_world_size
     return counts.total.long() if multiplies else counts.total / part.world_size
 
 

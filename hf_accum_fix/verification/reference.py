@@ -21,7 +21,7 @@ from hf_accum_fix.accumulation.noise import seed
 from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
-from hf_accum_fix.overrides.live import compute_loss_of, hands_number
+from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.sample import Collate, micro_batches

@@ -16,8 +16,8 @@ from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
-from hf_accum_fix.overrides.live import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.session import settled_contract
+from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.progress import Progress
 from hf_accum_fix.router.router_loss import Convention

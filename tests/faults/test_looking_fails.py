@@ -44,8 +44,8 @@ FAULTS = [
     ("core.host", "Host.record"),
     ("core.host", "Host.read"),
     ("core.window", "weigh"),
-    ("overrides.session", "Session._setting"),
-    ("overrides.session", "Session.settled"),
+    ("overrides.session", "Session.facts"),
+    ("core.contracts", "remarks"),
 ]
 CUT = (2, 2)
 
@@ -99,7 +99,7 @@ def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None
 
 
 #: These run once the window's losses are weighted.
-AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "Session.settled")
+AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "remarks")
 
 
 def two_terms(s: Seen) -> Tensor:

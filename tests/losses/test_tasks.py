@@ -199,7 +199,7 @@ def test_the_report_names_every_kind(tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         train(EXACT[0], CUTS[0], tmp_path)
         runs = hf_accum_fix.report().to_dict()["runs"]
-    told = runs[-1]["kinds"]
+    told = runs[-1]["tasks"]
     assert set(told) == {"'labels' (one axis)", "'labels' (2 axes)"}
     assert told["'labels' (one axis)"]["items"] == "'labels' other than -100"
 

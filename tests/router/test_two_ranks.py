@@ -102,7 +102,7 @@ FAULTS = {
     "recognising": lambda: faulty("router.router_loss", "RouterLoss.recognise_among"),
     "in a forward": faulty_in_forward,
     "counting": lambda: faulty("router.router_loss", "RouterLoss.count"),
-    "before any forward": lambda: faulty("overrides.session", "Session.routing"),
+    "before any forward": lambda: faulty("overrides.session", "Session.run_counting"),
 }
 
 

@@ -258,6 +258,34 @@ class OwnStepDividedTwice(Ordered):
         return loss.detach()
 
 
+class StepByHelper(Ordered):
+    """The base's step runs, though not by name."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.timed(*args, **kwargs)
+
+    def timed(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+class StepInClosure(Ordered):
+    """As a profiler replaces it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        step = self.training_step
+
+        def timed(*args: Any, **kwargs: Any) -> Tensor:
+            return step(*args, **kwargs)
+
+        self.training_step = timed  # type: ignore[method-assign]
+
+
+#: The base's step runs, so that these are observed as ever, and exact.
+STEPS_OF_THE_BASE = [
+    Case("step-by-helper", CLASSES, StepByHelper),
+    Case("step-in-closure", CLASSES, StepInClosure),
+]
 OWN_STEPS = [
     Case("own-step", CLASSES, OwnStep, right=True),
     Case("own-step-divided-twice", CLASSES, OwnStepDividedTwice),
@@ -319,5 +347,6 @@ CASES = [
     Case("prepares-in-place", NUMBER, as_prepared(with_other_tokens, "tensor"), loss=of_other_tokens, right=True),
     Case("forward-in-place", dataclasses.replace(DROPS, build=seeded(ForwardInPlace)), Ordered),
     Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels, right=True),
+    *STEPS_OF_THE_BASE,
     *OWN_STEPS,
 ]

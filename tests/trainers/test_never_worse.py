@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainers.custom import CASES, OWN_STEPS
+from tests.trainers.custom import CASES, OWN_STEPS, STEPS_OF_THE_BASE
 from tests.trainers.runs import WHOLE, Case, Cut, full_batch, full_batch_loss, once
 
 EVERY_CUT = [pytest.param(case, cut, id=f"{case.name}-{cut[0]}x{cut[1]}") for case in CASES for cut in case.cuts]
@@ -60,6 +60,14 @@ def test_one_micro_batch_is_stock_bit_for_bit(case: Case) -> None:
     else:
         ours = patched.error(wanted)
         assert ours <= theirs * (1 + 1e-6) + case.floor
+
+
+@of(STEPS_OF_THE_BASE)
+def test_a_step_that_reaches_the_bases_in_a_roundabout_way_is_exact(case: Case) -> None:
+    patched = once(case, (2, 4), "apply")
+    assert patched.exact and patched.error(full_batch(case)) <= case.floor < once(case, (2, 4), "stock").error(
+        full_batch(case)
+    )
 
 
 @pytest.mark.parametrize("cut", [WHOLE, (2, 4)], ids=["8x1", "2x4"])

@@ -78,7 +78,7 @@ def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
     return trainer.compute_loss if is_custom(trainer, "compute_loss") else None
 
 
-def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
+def replaced_step(trainer: TrainerLike) -> Callable[..., Any] | None:
     """A custom ``training_step`` that never calls the base's, as its code shows; None: there is none, or it does.
 
     It is not run to find out, since a step may change what it is run on.
@@ -97,7 +97,7 @@ def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
     """Whether a method names ``training_step``, or calls a method of its class that does."""
     # A wrapper's closure has what it calls.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    if names(function, "training_step") or any(callable(each) and not isinstance(each, type) for each in held):
+    if code_mentions(function, "training_step") or any(callable(each) and not isinstance(each, type) for each in held):
         return True
     for name in {*function.__code__.co_names} - seen:
         seen.add(name)
@@ -108,7 +108,7 @@ def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
     return False
 
 
-def names(function: Any, *wanted: str) -> bool:
+def code_mentions(function: Any, *wanted: str) -> bool:
     """Whether the code of a function names all of these; True if it has no code."""
     pending = [function.__code__] if hasattr(function, "__code__") else []
     missing = set(wanted) if pending else set()

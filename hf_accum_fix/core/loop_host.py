@@ -1,0 +1,135 @@
+"""A hand-written loop as a host of windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.declared import has_z_loss, requires_number, wants_number
+from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.accumulation.scaling import loss_of_outputs
+from hf_accum_fix.core.count import WindowCounts
+from hf_accum_fix.core.host import Facts, Host
+from hf_accum_fix.core.window import Window, open_unless_aside
+from hf_accum_fix.engines.engine import engine_divisor, waits_every_micro_batch
+from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.errors import ContractError
+from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.protocols import AcceleratorLike
+
+Batch = Mapping[str, Any]
+
+
+class LoopHost(Host):
+    """A hand-written loop: its ranks and engine, and the model of the open window."""
+
+    name = "accumulation_windows"
+    trained: nn.Module | None = None
+    head = "the loss"
+
+    def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
+        super().__init__(options)
+        self.accelerator, self._steps = accelerator, steps
+        launched = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
+        self.data_ranks = self.world_size
+        self.shards = self.world_size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
+        self._is_placed = accelerator is not None
+        self.device = torch.device("cpu") if accelerator is None else accelerator.device
+
+    @property
+    def steps(self) -> int:
+        return self._steps or int(getattr(self.accelerator, "gradient_accumulation_steps", 1))
+
+    @property
+    def readable(self) -> bool:
+        # A loss of one term is corrected without reading.
+        return self.reads_are_free and any(len(each.terms) > 1 for each in self.state.losses.contracts)
+
+    @property
+    def corrects_alone(self) -> bool:
+        # A loop has no log at which to read; several ranks would need one more collective.
+        return self.contract is not None and self.contract.is_read
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        if self.world_size > 1:
+            numbers = numbers.clone()
+            dist.all_reduce(numbers)
+        return numbers
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        # accelerate's gather needs its own state, which a loop may lack.
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, values[0])
+        return gathered
+
+    def open(self, batches: Sequence[Batch], device: torch.device | None = None) -> Window:
+        """Count a window; without accelerate, on the ``device`` of the first loss or model."""
+        if not self._is_placed:
+            on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
+            usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            self.device, self._is_placed = device or usual, device is not None
+        if (window := open_unless_aside(self, batches)) is not None:
+            return window
+        # The mean over its micro-batches, as a loop has it without this package.
+        plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
+        self.state.losses.first.contract = plain
+        self.router.forget()
+        part = Part(plain, {Items(): self.zero}, len(batches), self.data_ranks, False, engine_divisor(self.accelerator))
+        return Window(self, list(batches), WindowCounts(self.zero, [{} for _ in batches], None, [part]))
+
+    def refresh_loss_source(self, batches: Sequence[Batch]) -> None:
+        given = self.options.contract
+        if self.trained is None:
+            if given is None and batches and not self.state.losses.first.is_settled:
+                raise ContractError(
+                    "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
+                    "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
+                )
+            return
+        bare = self.bare(self.trained)
+        self.head, wants = type(bare).__name__, wants_number(bare)
+        self.passes_number = wants if given is None else given.by_number
+        if given is not None and self.passes_number and not wants:
+            raise ContractError(
+                f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
+                "num_items_in_batch; expected Reduction.MEAN"
+            )
+
+    def facts(self, batches: Sequence[Batch], number: Any) -> Facts:
+        bare = self.bare(self.model)
+        required = self.passes_number and requires_number(bare)
+        handed = "all" if required else "once" if self.passes_number else "none"
+        return Facts(self.setting(bare, handed=handed, hands_number=required, has_z_loss=has_z_loss(bare)))
+
+    @contextmanager
+    def run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:
+        module = self.model
+
+        def forward(inputs: Batch, number: Tensor | None) -> Tensor:
+            tensors = {key: each.to(self.device) for key, each in inputs.items() if isinstance(each, Tensor)}
+            return self.forward(module, {**inputs, **tensors}, number)[0]
+
+        yield LossRun(forward, module, self.device, self.bare(module))
+
+    def run_counting(self, batches: Sequence[Batch]) -> AbstractContextManager[LossRun]:
+        if self.trained is None:
+            raise ContractError(
+                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
+                "batch), since a custom loss only has the mean over micro-batches"
+            )
+        return self.run(batches)
+
+    def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
+        """Loss and outputs of a forward."""
+        with own_counts(inputs):
+            outputs = self.model_outputs(model, inputs, number)
+        return loss_of_outputs(outputs, inputs, model), outputs
