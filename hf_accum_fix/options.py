@@ -23,6 +23,9 @@ _OFF: Final = ("0", "off", "false", "no")
 #: The conventions of `hf_accum_fix.router.router_loss`, as strings, so that importing this needs no torch.
 ROUTER_LOSSES: Final = ("mean", "window", "exact")
 
+#: Over which samples a loss that couples them is computed: see `hf_accum_fix.coupled`.
+COUPLED_LOSSES: Final = ("micro-batch", "rank", "exact")
+
 #: The dtypes in which a window's gradients are summed: see `hf_accum_fix.accumulation.precision`.
 ACCUMULATE_IN: Final = ("parameter", "float32", "compensated")
 
@@ -90,6 +93,9 @@ class Options:
             many; off, because stock counts them twice.
         router_loss: the load-balancing loss of a mixture of experts: "mean", over micro-batches and ranks;
             "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
+        coupled_loss: over which samples a loss that couples them (in-batch negatives) is computed: "micro-batch", as it
+            comes; "rank", those of the window on each rank; "exact", of the window on all ranks; by one more forward.
+        coupled: for coupled_loss, the modules that return one vector per sample; (): those known for the model's class.
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
         per_sample: train the mean of sample means: every sample has the same weight, however many targets it has;
             off, because stock weights every target equally.
@@ -112,6 +118,12 @@ class Options:
     drop_duplicates: bool = field(default=False, metadata=_about("drop samples that accelerate repeats", of_loops=True))
     router_loss: str = field(
         default="mean", metadata=_about("of a mixture of experts", choices=ROUTER_LOSSES, of_loops=True)
+    )
+    coupled_loss: str = field(
+        default="micro-batch", metadata=_about("over which samples a coupled loss is computed", choices=COUPLED_LOSSES)
+    )
+    coupled: tuple[str, ...] = field(
+        default=(), metadata=_about("a module that returns one vector per sample, for --coupled-loss; repeatable")
     )
     balance_windows: bool | BalanceOptions = field(
         default=False, metadata=_about("length-balance the micro-batches of a window")
@@ -140,6 +152,17 @@ class Options:
                 raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
         if self.per_sample and self.contract is not None:
             raise OptionsError("got per_sample=True and a contract; expected only one of them; omit the contract")
+        modules = self.coupled
+        if not isinstance(modules, tuple) or not all(isinstance(name, str) for name in modules):
+            raise OptionsError(
+                f"got coupled={modules!r}; expected a tuple of module names, such as coupled=('text_projection',)"
+            )
+        weights = self.contract is not None or self.per_sample or self.drop_duplicates
+        if self.coupled_loss != "micro-batch" and weights:
+            raise OptionsError(
+                f"got coupled_loss={self.coupled_loss!r} with a contract, per_sample or drop_duplicates, which weight "
+                "samples; expected only one of them"
+            )
         for option in fields(self):
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices is not None and value not in choices:

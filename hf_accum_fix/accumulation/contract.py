@@ -120,7 +120,7 @@ class LossContract:
 
     Attributes:
         reduction: how the loss is reduced.
-        items: what ``N`` counts; None only for `Reduction.SUM` and `Reduction.PLAIN`.
+        items: what ``N`` counts; None only for `Reduction.SUM`, `Reduction.PLAIN` and `Reduction.WINDOW`.
         router_coefficient: factor of the ``aux_loss`` (see `router_loss`) in the loss, which stays a mean over
             micro-batches; 0.0: there is none.
         router_z_coefficient: the same for the ``z_loss``.

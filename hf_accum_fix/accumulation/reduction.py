@@ -13,6 +13,7 @@ class Reduction(str, Enum):
     MEAN = "mean"
     SUM = "sum"
     PLAIN = "plain"
+    WINDOW = "window"
 
     @property
     def words(self) -> str:
@@ -26,4 +27,5 @@ _PREDICATES = {
     "mean": "is the mean over its own items",
     "sum": "is a sum",
     "plain": "is averaged over micro-batches",
+    "window": "is computed over the whole window",
 }

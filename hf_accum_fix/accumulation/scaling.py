@@ -33,7 +33,7 @@ def scale_of(
         return *scale_of(part, dict(inputs), items, own_loss=own_loss)[:2], 0.0
     if contract.by_number and not own_loss:
         return inputs, number, number / mean
-    if contract.reduction is Reduction.PLAIN:
+    if contract.reduction in (Reduction.PLAIN, Reduction.WINDOW):
         return inputs, number if contract.items else None, None
     if contract.reduction is Reduction.SUM:
         return inputs, number, part.micro_batches * part.world_size

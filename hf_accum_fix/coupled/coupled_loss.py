@@ -1,0 +1,180 @@
+"""``coupled_loss="exact"``: a training whose loss couples samples, from its first window to its report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.join import splits
+from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.noise import WithoutNoise
+from hf_accum_fix.accumulation.preserve import preserved_state
+from hf_accum_fix.core.host import Host
+from hf_accum_fix.coupled.cuts import cuts_of
+from hf_accum_fix.coupled.whole_window import Kept, WholeWindow
+from hf_accum_fix.errors import UnsupportedSetupError
+
+#: How the loss is reduced then.
+CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of the whole window")
+
+#: Relative difference of gradients that rounding explains, by bytes of a parameter.
+_TOLERANCE = {8: 1e-9, 4: 1e-3}
+
+
+class CoupledLoss:
+    """The loss of one training, over the samples of a window.
+
+    Args:
+        convention: "exact", over all ranks; "rank", over each rank's own samples.
+        named: the modules that the user has named.
+    """
+
+    def __init__(self, convention: str, named: Sequence[str]) -> None:
+        self._convention, self._named = convention, named
+        self._window: WholeWindow | None = None
+        self._batches: list[Any] = []
+        self._checked = False
+
+    def open(self, host: Host, batches: Sequence[Any]) -> None:
+        """Run a window once without gradient, and keep its vectors; in the first one, check that this is exact.
+
+        Raises:
+            UnsupportedSetupError: if the loss cannot be cut, or the gradient is another one.
+        """
+        if self._window is None:
+            model = host.bare(host.model)
+            norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+            if norm is not None:
+                raise UnsupportedSetupError(
+                    f"got coupled_loss='exact' and BatchNorm in training mode ({norm}), whose statistics come from one "
+                    "micro-batch; expected none; call .eval() on it, or leave the option out"
+                )
+            ranks = host.data_ranks if self._convention == "exact" else 1
+            self._window = WholeWindow(cuts_of(model, self._named), ranks)
+        self._batches, error = list(batches), None
+        try:
+            if batches:
+                with host.run_counting(batches) as run, _without_a_trace(run):
+                    if not self._checked:
+                        check(run, batches, WholeWindow(self._window.modules), host.head)
+                        self._checked = True
+                if self._window.drift is not None:
+                    self._say_drift(host)
+                with host.run_counting(batches) as run, _without_a_trace(run):
+                    self._window.collect(batches, lambda batch: run.forward(batch, None))
+        except Exception as caught:
+            error = caught
+        if self._window.ranks > 1:
+            self._gather(host, error)
+        elif error is not None:
+            raise error
+
+    def micro_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """Around the forward of a micro-batch in training."""
+        assert self._window is not None
+        place = next((at for at, each in enumerate(self._batches) if each is batch), None)
+        return nullcontext() if place is None else self._window.micro_batch(place)
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a micro-batch, with the labels of the window."""
+        assert self._window is not None
+        return self._window.inputs(inputs)
+
+    def facts(self) -> dict[str, Any]:
+        """Its entries in a report."""
+        found = [] if self._window is None else [name or "the model" for name in self._window.modules]
+        return {"coupled_loss": self._convention, "coupled_at": found}
+
+    def _say_drift(self, host: Host) -> None:
+        """Say once that a module has returned other vectors in the second pass."""
+        assert self._window is not None and self._window.drift is not None
+        drift, self._window.drift = float(self._window.drift), None
+        size = max((each.element_size() for its in self._window.kept.values() for each in its[:1]), default=4)
+        if host.reads_are_free and drift > {8: 1e-12, 4: 1e-5}.get(size, 5e-2):
+            host.warn_inexact(
+                "drift",
+                f"{host.head}: a module returned other vectors as it was trained than as they were collected, by "
+                f"{drift:.1e} of the largest; its forward may keep a state",
+            )
+
+    def _gather(self, host: Host, error: Exception | None) -> None:
+        """Add the vectors of the other ranks, in the order of ranks; what one rank raises is raised on all."""
+        window = self._window
+        assert window is not None
+        mine = {key: [(tuple(each.shape), each.dtype) for each in its] for key, its in window.kept.items()}
+        every = host.all_of((len(self._batches), mine if self._batches else {}), error)
+        window.first = sum(length for length, _ in every[: host.rank])
+        keys, kept = sorted({key for _, its in every for key in its}), Kept()
+        for key in keys:
+            shapes = [its.get(key, []) for _, its in every]
+            width, dtype = next((each[0][0][1:], each[0][1]) for each in shapes if each)
+            rows = [sum(shape[0] for shape, _ in each) for each in shapes]
+            longest = max(rows)
+            flat = torch.zeros((longest, *width), dtype=dtype, device=host.device)
+            if rows[host.rank]:
+                flat[: rows[host.rank]] = torch.cat(window.kept[key]).to(host.device)
+            gathered = _gathered(host, flat)
+            kept[key] = []
+            for rank, each in enumerate(shapes):
+                own = gathered[rank * longest : rank * longest + rows[rank]]
+                kept[key] += torch.split(own, [shape[0] for shape, _ in each])
+        window.kept = kept
+
+
+def _gathered(host: Host, own: Tensor) -> Tensor:
+    """The rows of every rank, by a sum: each adds its own to zeros."""
+    whole = torch.zeros((host.world_size * len(own), *own.shape[1:]), dtype=own.dtype, device=own.device)
+    whole[host.rank * len(own) : (host.rank + 1) * len(own)] = own
+    return host.summed(whole)
+
+
+@contextmanager
+def _without_a_trace(run: LossRun) -> Iterator[None]:
+    with preserved_state(run.model, *run.others, leave=run.leave):
+        yield
+
+
+def check(run: LossRun, batches: Sequence[Any], window: WholeWindow, head: str) -> None:
+    """Check that two micro-batches by this room have the loss and gradient of both as one.
+
+    Raises:
+        UnsupportedSetupError: if they have another one, or if they cannot be joined.
+    """
+    split = next((each for each in splits(batches) if each.blocks == 1), None)
+    if split is None:
+        return
+    with WithoutNoise(alike=False):
+        loss, wanted = _gradient(run, split.whole)
+        window.collect([split.one, split.other], lambda batch: run.forward(batch, None))
+        parts = list[dict[str, Tensor]]()
+        for place, batch in enumerate((split.one, split.other)):
+            with window.micro_batch(place):
+                value, gradient = _gradient(run, window.inputs(batch))
+            parts.append(gradient)
+    size = max(float(sum(each.double().square().sum() for each in wanted.values())) ** 0.5, 1e-30)
+    mean = {name: (parts[0][name] + parts[1][name]) / 2 for name in wanted}
+    off = float(sum((mean[name] - each).double().square().sum() for name, each in wanted.items())) ** 0.5 / size
+    tolerance = _TOLERANCE.get(next(iter(wanted.values())).element_size(), 5e-2)
+    if not (off <= tolerance and abs(value - loss) <= tolerance * max(abs(loss), 1e-30)):
+        at = ", ".join(name or "the model" for name in window.modules)
+        raise UnsupportedSetupError(
+            f"got coupled_loss='exact' for {head}, whose loss cut at {at} is {value:g} instead of {loss:g}, and whose "
+            f"gradient is {off:.2g} off; expected modules through which alone samples reach the loss; name others in "
+            "coupled="
+        )
+
+
+def _gradient(run: LossRun, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient of a batch."""
+    trained: dict[str, nn.Parameter] = {name: each for name, each in run.model.named_parameters() if each.requires_grad}
+    with torch.enable_grad():
+        loss = run.forward(dict(batch), None)
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    both = zip(trained.items(), found, strict=True)
+    return float(loss.detach()), {name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in both}
