@@ -118,6 +118,11 @@ def _specs(
     """The terms' specs, and the first reason why they are not exact, with its cause."""
     specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
     doubts = [(mismatch, Cause.TERMS), *((each.doubt, each.cause) for each in judged)]
+    if mismatch:
+        # Where other terms come and go, a factor that no rule counts may depend on them.
+        specs = tuple(
+            each if each.rules or each.how is not How.MEAN else replace(each, how=How.PLAIN) for each in specs
+        )
     if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in judged):
         # No hook separates them.
         doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))

@@ -149,20 +149,27 @@ def check(run: LossRun, batches: Sequence[Any], window: WholeWindow, head: str) 
     split = next((each for each in splits(batches) if each.blocks == 1), None)
     if split is None:
         return
+    at = ", ".join(name or "the model" for name in window.modules)
     with WithoutNoise(alike=False):
         loss, wanted = _gradient(run, split.whole)
         window.collect([split.one, split.other], lambda batch: run.forward(batch, None))
         parts = list[dict[str, Tensor]]()
         for place, batch in enumerate((split.one, split.other)):
-            with window.micro_batch(place):
-                value, gradient = _gradient(run, window.inputs(batch))
+            try:
+                with window.micro_batch(place):
+                    value, gradient = _gradient(run, window.inputs(batch))
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise UnsupportedSetupError(
+                    f"got coupled_loss='exact' for {head}, whose loss fails on the vectors of a window at {at} "
+                    f"({error}); expected samples to reach it through these modules and labels alone; name others in "
+                    "coupled="
+                ) from error
             parts.append(gradient)
     size = max(float(sum(each.double().square().sum() for each in wanted.values())) ** 0.5, 1e-30)
     mean = {name: (parts[0][name] + parts[1][name]) / 2 for name in wanted}
     off = float(sum((mean[name] - each).double().square().sum() for name, each in wanted.items())) ** 0.5 / size
     tolerance = _TOLERANCE.get(next(iter(wanted.values())).element_size(), 5e-2)
     if not (off <= tolerance and abs(value - loss) <= tolerance * max(abs(loss), 1e-30)):
-        at = ", ".join(name or "the model" for name in window.modules)
         raise UnsupportedSetupError(
             f"got coupled_loss='exact' for {head}, whose loss cut at {at} is {value:g} instead of {loss:g}, and whose "
             f"gradient is {off:.2g} off; expected modules through which alone samples reach the loss; name others in "

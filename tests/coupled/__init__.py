@@ -1,0 +1,1 @@
+"""Losses that couple samples, over the whole window."""

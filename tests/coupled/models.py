@@ -1,0 +1,181 @@
+"""Models whose loss couples the samples of a batch, tiny, in float64; a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from tests.numerics.parity import StockRecorder, Trained, train, training_arguments
+
+SAMPLES = 8
+
+_TEXT = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 12,
+    "bos_token_id": 0,
+    "eos_token_id": 49,
+    "pad_token_id": 1,
+}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+def _pair(kind: str, text: Mapping[str, Any] | None = None, **given: Any) -> Callable[[], nn.Module]:
+    """A model of transformers with a text and a vision tower."""
+
+    def make() -> nn.Module:
+        config = getattr(transformers, f"{kind}Config")(
+            text_config={**_TEXT, **(text or {})}, vision_config=_VISION, **given
+        )
+        return getattr(transformers, f"{kind}Model")(config)  # type: ignore[no-any-return]
+
+    return make
+
+
+class Towers(nn.Module):
+    """Two encoders of one's own, and InfoNCE with a learnt temperature."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        middle = nn.BatchNorm1d(12) if norm else nn.Tanh()
+        self.one = nn.Sequential(nn.Linear(6, 12), middle, nn.Dropout(dropout), nn.Linear(12, 8))
+        self.other = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 8))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.one(x), dim=-1), F.normalize(self.other(y), dim=-1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        one, other = self.vectors(x, y)
+        logits = one @ other.T * self.temperature.exp()
+        right = torch.arange(len(logits))
+        return {"loss": F.cross_entropy(logits, right) + F.cross_entropy(logits.T, right)}
+
+
+class Supervised(Towers):
+    """Supervised contrastive: samples of one class are positives of one another (Khosla et al., 2020)."""
+
+    def forward(self, x: Tensor, y: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        one, other = self.vectors(x, y)
+        logits = one @ other.T * self.temperature.exp()
+        return {"logits": logits} if labels is None else {"loss": supervised({"logits": logits}, labels)}
+
+
+def supervised(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """As a compute_loss_func, too."""
+    alike = (labels[:, None] == labels[None, :]).to(outputs["logits"])
+    return -(outputs["logits"].log_softmax(dim=1) * alike).sum(1).div(alike.sum(1)).mean()
+
+
+class RootOfMean(nn.Module):
+    """A root of a mean over all samples, as of GLPN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.encoder(x) - y[:, :3]).square().mean().sqrt()}
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """One model.
+
+    Attributes:
+        make: it, without its dtype.
+        samples: as its collator gets them.
+        constant: inputs that are the same for every batch.
+        options: besides ``coupled_loss``.
+        given: further arguments of the Trainer.
+        loss: of the whole batch; None: the model's.
+    """
+
+    make: Callable[[], nn.Module]
+    samples: Sequence[Mapping[str, Tensor]]
+    constant: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
+
+    def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make().to(dtype)
+
+    def batch(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+        return {key: torch.stack([each[key] for each in samples]) for key in samples[0]} | dict(self.constant)
+
+    def full(self, model: nn.Module, samples: Sequence[Mapping[str, Tensor]] = ()) -> Tensor:
+        """The loss of all samples at once."""
+        batch = self.batch(samples or self.samples)
+        return self.loss(model, batch) if self.loss is not None else model(**batch)["loss"]
+
+    def train(self, path: str, cut: tuple[int, int], folder: Path, **given: Any) -> Trained:
+        """One step, or as many as ``given``, by stock, the patch or the subclass."""
+        arguments = {**given}
+        options = arguments.pop("options", {"coupled_loss": "exact", **self.options})
+        kind, model = arguments.pop("kind", StockRecorder), arguments.pop("model", None)
+
+        def make() -> Any:
+            return kind(
+                model=self.build() if model is None else model,
+                args=training_arguments(folder, *cut, **arguments),
+                train_dataset=list(self.samples),
+                data_collator=self.batch,
+                **self.given,
+            )
+
+        return train(make, path, **(options if path == "apply" else {}))
+
+
+def _of_texts() -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 48, (SAMPLES, 10), generator=g)
+    ids[:, -1] = 49
+    pixels = torch.randn(SAMPLES, 3, 8, 8, generator=g, dtype=torch.float64)
+    return [{"input_ids": row, "pixel_values": image} for row, image in zip(ids, pixels, strict=True)]
+
+
+def _of_numbers(classes: int = 0) -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(2)
+    x, y = (torch.randn(SAMPLES, width, generator=g, dtype=torch.float64) for width in (6, 5))
+    rows = [{"x": x[at], "y": y[at]} for at in range(SAMPLES)]
+    return [{**row, "labels": torch.tensor(at % classes)} for at, row in enumerate(rows)] if classes else rows
+
+
+_RETURNS = {"return_loss": True}
+_OWN = {"coupled": ("one", "other")}
+
+MODELS: Mapping[str, Coupled] = {
+    "CLIP": Coupled(_pair("CLIP", projection_dim=12), _of_texts(), _RETURNS),
+    "SigLIP": Coupled(_pair("Siglip", {"projection_size": 16}), _of_texts(), _RETURNS),
+    "ChineseCLIP": Coupled(_pair("ChineseCLIP", _NO_DROPOUT, projection_dim=12), _of_texts(), _RETURNS),
+    "AltCLIP": Coupled(_pair("AltCLIP", {**_NO_DROPOUT, "project_dim": 16}, projection_dim=12), _of_texts(), _RETURNS),
+    "InfoNCE of one's own": Coupled(Towers, _of_numbers(), options=_OWN),
+    "supervised contrastive": Coupled(Supervised, _of_numbers(3), options=_OWN),
+    "supervised, by a compute_loss_func": Coupled(
+        Supervised,
+        _of_numbers(3),
+        options=_OWN,
+        given={"compute_loss_func": supervised},
+        loss=lambda model, batch: supervised(model(batch["x"], batch["y"]), batch["labels"]),
+    ),
+}

@@ -1,0 +1,177 @@
+"""Losses that couple samples: every split of a window trains the global batch's gradient, and logs its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix import observations
+from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.options import Options
+from tests.coupled.models import MODELS, RootOfMean, Towers
+from tests.logged import Said
+from tests.numerics.parity import ClassRecorder, relative, step_along, trainable
+from tests.ranks import on_ranks
+
+SPLITS = ((8, 1), (4, 2), (2, 4), (3, 3), (1, 8))
+#: Of float64: sums in another order.
+TOLERANCE = 1e-12
+
+names = pytest.mark.parametrize("name", MODELS)
+splits = pytest.mark.parametrize("cut", SPLITS, ids=lambda cut: "x".join(map(str, cut)))
+
+
+@splits
+@names
+def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], tmp_path: Path, said: Said) -> None:
+    case = MODELS[name]
+    reference = step_along(model := case.build(), case.full(model))
+    ours = case.train("apply", cut, tmp_path)
+    assert ours.error(reference.change) < TOLERANCE
+    # The log is a number of float32.
+    assert ours.losses == [pytest.approx(reference.loss, rel=1e-6)]
+    assert not said() and observations.recorded()[-1]["exact"]
+    if cut[1] > 1:
+        assert case.train("stock", cut, tmp_path).error(reference.change) > 0.05
+
+
+def test_by_the_subclass(tmp_path: Path) -> None:
+    case = MODELS["CLIP"]
+    reference = step_along(model := case.build(), case.full(model))
+    kind = type("Coupled", (ClassRecorder,), {"global_batch_options": Options(coupled_loss="exact")})
+    assert case.train("trainer", (2, 4), tmp_path, kind=kind).error(reference.change) < TOLERANCE
+
+
+def test_a_window_at_the_end_of_the_data_is_short(tmp_path: Path) -> None:
+    """Eight samples in windows of three micro-batches of two: six, then two."""
+    case, model = MODELS["InfoNCE of one's own"], MODELS["InfoNCE of one's own"].build()
+    before = trainable(model)
+    for samples in (case.samples[:6], case.samples[6:]):
+        model.zero_grad()
+        case.full(model, samples).backward()
+        with torch.no_grad():
+            for each in model.parameters():
+                each -= 0.05 * each.grad  # type: ignore[operator]
+    wanted = {name: each - before[name] for name, each in trainable(model).items()}
+    ours = case.train("apply", (2, 3), tmp_path, max_steps=2, learning_rate=0.05)
+    assert ours.error(wanted) < TOLERANCE
+
+
+def test_dropout_draws_the_same_masks_in_both_passes(tmp_path: Path, said: Said) -> None:
+    case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=lambda: Towers(dropout=0.5))
+    trained = case.train("apply", (2, 4), tmp_path, max_steps=3, learning_rate=0.01, num_train_epochs=3)
+    drift = trained.trainer._hf_accum_fix_session.coupled._window.drift
+    assert float(drift) == 0.0 and not said()
+
+
+def test_gradient_checkpointing_clipping_and_lora(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    case = MODELS["CLIP"]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        adapted = get_peft_model(case.make().double(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        return adapted.double()  # type: ignore[no-any-return]
+
+    reference = step_along(model := build(), case.full(model))
+    given = {"gradient_checkpointing": True, "max_grad_norm": 0.5}
+    ours = case.train("apply", (2, 4), tmp_path, model=build(), **given)
+    clipped = {name: each * min(1.0, 0.5 / (reference.norm + 1e-6)) for name, each in reference.change.items()}
+    assert ours.error(clipped) < 1e-9
+    assert ours.history[0]["grad_norm"] == pytest.approx(reference.norm, rel=1e-5)
+
+
+def test_sums_of_16_bit_gradients_go_with_it(tmp_path: Path) -> None:
+    case = MODELS["InfoNCE of one's own"]
+    reference = step_along(model := case.build(torch.bfloat16).double(), case.full(model))
+    rows = [{key: each.bfloat16() for key, each in row.items()} for row in case.samples]
+    short = dataclasses.replace(case, samples=rows)
+    options = {"coupled_loss": "exact", **case.options, "accumulate_in": "float32"}
+    ours = short.train(
+        "apply", (2, 4), tmp_path, model=short.build(torch.bfloat16), options=options, learning_rate=2**-3
+    )
+    found = {name: each * 8 for name, each in ours.change.items()}
+    # bfloat16 has 8 bits, and the parameters are rounded to it.
+    assert relative(found, reference.change) < 0.15
+
+
+REFUSED = {
+    "BatchNorm": (lambda: Towers(norm=True), ("one", "other"), "BatchNorm in training mode (one.1)"),
+    "a class that is not known": (Towers, (), "expected a model whose modules"),
+    "no such module": (Towers, ("nobody",), "names 0 modules"),
+    "one tower of two": (Towers, ("one",), "fails on the vectors of a window at one"),
+    "what has no vectors": (RootOfMean, ("encoder",), "fails on the vectors of a window at encoder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
+    make, coupled, why = REFUSED[name]
+    case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=make, options={"coupled": coupled})
+    model = case.build()
+    before = trainable(model)
+    with pytest.raises(UnsupportedSetupError, match=re.escape(why)):
+        case.train("apply", (2, 4), tmp_path, model=model)
+    assert relative(trainable(model), before) == 0.0
+
+
+def test_a_loss_that_samples_reach_past_the_cut_is_refused_by_its_gradient(tmp_path: Path) -> None:
+    """A second loss on the micro-batch's own inputs: the loss cut is another one."""
+
+    class Leaks(Towers):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"loss": super().forward(x, y)["loss"] * (1 + x.square().mean())}
+
+    case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=Leaks)
+    with pytest.raises(UnsupportedSetupError, match="gradient is .* off"):
+        case.train("apply", (2, 4), tmp_path)
+
+
+def test_what_weights_samples_does_not_go_with_it() -> None:
+    with pytest.raises(OptionsError, match="expected only one of them"):
+        Options(coupled_loss="exact", per_sample=True)
+    with pytest.raises(OptionsError, match="a tuple of module names"):
+        Options(coupled="one")  # type: ignore[arg-type]
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def _on_a_rank(name: str, cut: tuple[int, int], convention: str, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    case = MODELS[name]
+    options = {"coupled_loss": convention, **case.options}
+    ours = case.train("apply" if convention else "stock", cut, Path(folder), options=options)
+    return ours.change, ours.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [(4, 1), (2, 2), (1, 4)], ids=lambda cut: "x".join(map(str, cut)))
+@pytest.mark.parametrize("name", ["CLIP", "SigLIP", "InfoNCE of one's own", "supervised contrastive"])
+def test_two_ranks_are_the_global_batch(name: str, cut: tuple[int, int], tmp_path: Path) -> None:
+    case = MODELS[name]
+    reference = step_along(model := case.build(), case.full(model))
+    of_ranks = on_ranks(_on_a_rank, name, cut, "exact", str(tmp_path))
+    for change, _ in of_ranks:
+        assert relative(change, reference.change) < TOLERANCE
+    assert of_ranks[0][1] == [pytest.approx(reference.loss, rel=1e-6)]
+    stock, _ = on_ranks(_on_a_rank, name, cut, "", str(tmp_path))[0]
+    assert relative(stock, reference.change) > 0.05
+
+
+@pytest.mark.slow
+def test_each_rank_alone(tmp_path: Path) -> None:
+    """As stock's DDP with one micro-batch: the mean over ranks of the losses of each rank's samples."""
+    case = MODELS["InfoNCE of one's own"]
+    # accelerate deals batches to ranks by turns.
+    halves = [[each for at, each in enumerate(case.samples) if at // 2 % 2 == rank] for rank in (0, 1)]
+    model = case.build()
+    reference = step_along(model, (case.full(model, halves[0]) + case.full(model, halves[1])) / 2)
+    for change, losses in on_ranks(_on_a_rank, "InfoNCE of one's own", (2, 2), "rank", str(tmp_path)):
+        assert relative(change, reference.change) < TOLERANCE
+        assert losses == [] or losses == [pytest.approx(reference.loss, rel=1e-6)]
