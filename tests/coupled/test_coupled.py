@@ -129,7 +129,7 @@ def test_a_loss_that_samples_reach_past_the_cut_is_refused_by_its_gradient(tmp_p
             return {"loss": super().forward(x, y)["loss"] * (1 + x.square().mean())}
 
     case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=Leaks)
-    with pytest.raises(UnsupportedSetupError, match="gradient is .* off"):
+    with pytest.raises(UnsupportedSetupError, match=r"gradient is .* off"):
         case.train("apply", (2, 4), tmp_path)
 
 
