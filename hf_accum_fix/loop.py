@@ -39,6 +39,7 @@ from hf_accum_fix.confirmation import confirm_loop
 from hf_accum_fix.core.backward import WatchedBackward
 from hf_accum_fix.core.loop_host import Batch, LoopHost
 from hf_accum_fix.core.window import Window
+from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import reducing
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
@@ -122,7 +123,9 @@ class AccumulationWindow:
         host, window = self._host, self._counted(model, next(iter(model.parameters())).device)
         part, batch = window.part_of(batch), self._as_its_own(batch)
         contract = part.contract
-        with host.router.micro_batch(max(self._begun - 1, 0)):
+        items = window.items_of(batch)
+        batch = batch if host.coupled is None else host.coupled.inputs(batch)
+        with host.around_forward(max(self._begun - 1, 0)):
             if contract.is_read:
                 with capture(contract, host.bare(model)) as captured:
                     loss, _ = host.forward(model, batch, part.number if contract.hands_number else None)
@@ -130,7 +133,7 @@ class AccumulationWindow:
                 found = host.contained("weighting the loss of a micro-batch", weigh, None)
                 weighed = window.average(loss) if found is None else found
             else:
-                loss, _ = run_by_rule(part, batch, window.items_of(batch), partial(host.forward, model))
+                loss, _ = run_by_rule(part, batch, items, partial(host.forward, model))
                 weighed = window.average(loss)
         return self._added(window, weighed)
 
@@ -316,6 +319,9 @@ def accumulation_windows(
     split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"got ranks that split samples {split}; expected data-parallel ranks only")
-    windows = AccumulationWindows(dataloader, LoopHost(accelerator, steps, options_from(options, of_loops=True)))
+    coupled, given = planned(options_from(options, of_loops=True))
+    host = LoopHost(accelerator, steps, given)
+    host.coupled = coupled
+    windows = AccumulationWindows(dataloader, host)
     confirm_loop(f"torch {torch.__version__}" + f", accelerate {accelerate.__version__}" * (accelerator is not None))
     return windows

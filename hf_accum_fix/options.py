@@ -120,10 +120,12 @@ class Options:
         default="mean", metadata=_about("of a mixture of experts", choices=ROUTER_LOSSES, of_loops=True)
     )
     coupled_loss: str = field(
-        default="micro-batch", metadata=_about("over which samples a coupled loss is computed", choices=COUPLED_LOSSES)
+        default="micro-batch",
+        metadata=_about("over which samples a coupled loss is computed", choices=COUPLED_LOSSES, of_loops=True),
     )
     coupled: tuple[str, ...] = field(
-        default=(), metadata=_about("a module that returns one vector per sample, for --coupled-loss; repeatable")
+        default=(),
+        metadata=_about("a module that returns one vector per sample, for --coupled-loss; repeatable", of_loops=True),
     )
     balance_windows: bool | BalanceOptions = field(
         default=False, metadata=_about("length-balance the micro-batches of a window")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,22 @@ class Facts:
     shift: bool | None = None
 
 
+class WholeWindowLoss(Protocol):
+    """A loss over all samples of a window, that each of its micro-batches computes."""
+
+    def open(self, host: Host, batches: Sequence[Any]) -> None:
+        """Run a window that is about to be trained, for what its losses need of one another."""
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a micro-batch, with those of the window that its loss needs."""
+
+    def micro_batch(self, place: int) -> AbstractContextManager[None]:
+        """Around the forward of a micro-batch in training; ``place``: in its window."""
+
+    def facts(self) -> dict[str, Any]:
+        """Its entries in a report."""
+
+
 class Host(ABC):
     """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here.
 
@@ -65,6 +81,7 @@ class Host(ABC):
         state: of its windows.
         gradient: the sum of a window's gradients.
         router: its router loss.
+        coupled: its loss over the whole window; None: it is each micro-batch's.
         repeated: samples that its dataloader repeats, for report().
         warned: names of the warnings that were given.
         passes_number: the model gets num_items_in_batch.
@@ -88,6 +105,7 @@ class Host(ABC):
     has_stock = False
     scales_itself = False
     device: torch.device
+    coupled: WholeWindowLoss | None = None
 
     def __init__(self, options: Options) -> None:
         self.options, self.state = options, TrainingState()
@@ -305,6 +323,12 @@ class Host(ABC):
             }
         )
         state.recorded = True
+
+    @contextmanager
+    def around_forward(self, place: int) -> Iterator[None]:
+        """Around the forward of a micro-batch in training: what its loss has to know of its window."""
+        with self.router.micro_batch(place), self.coupled.micro_batch(place) if self.coupled else nullcontext():
+            yield
 
     @contextmanager
     def adding(self, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:

@@ -231,7 +231,10 @@ def open_unless_aside(
     """`open_window`; None: looking failed on a rank, so that the training goes on as without us."""
     if not host.state.aside:
         try:
-            return open_window(host, batches, number, error)
+            window = open_window(host, batches, number, error)
+            if host.coupled is not None:
+                host.coupled.open(host, batches)
+            return window
         except StandAsideError:
             host.stand_aside()
         except Exception as caught:

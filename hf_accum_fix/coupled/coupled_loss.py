@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +20,21 @@ from hf_accum_fix.core.host import Host
 from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import Kept, WholeWindow
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.options import Options
 
 #: How the loss is reduced then.
 CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of the whole window")
 
 #: Relative difference of gradients that rounding explains, by bytes of a parameter.
 _TOLERANCE = {8: 1e-9, 4: 1e-3}
+
+
+def planned(options: Options) -> tuple[CoupledLoss | None, Options]:
+    """The loss over a whole window that options ask for, and the options of its training; None: they do not."""
+    if options.coupled_loss == "micro-batch":
+        return None, options
+    loss = CoupledLoss(options.coupled_loss, options.coupled)
+    return loss, replace(options, contract=CONTRACT, coupled_loss="micro-batch")
 
 
 class CoupledLoss:
@@ -38,7 +48,6 @@ class CoupledLoss:
     def __init__(self, convention: str, named: Sequence[str]) -> None:
         self._convention, self._named = convention, named
         self._window: WholeWindow | None = None
-        self._batches: list[Any] = []
         self._checked = False
 
     def open(self, host: Host, batches: Sequence[Any]) -> None:
@@ -57,7 +66,7 @@ class CoupledLoss:
                 )
             ranks = host.data_ranks if self._convention == "exact" else 1
             self._window = WholeWindow(cuts_of(model, self._named), ranks)
-        self._batches, error = list(batches), None
+        error = None
         try:
             if batches:
                 with host.run_counting(batches) as run, _without_a_trace(run):
@@ -68,6 +77,8 @@ class CoupledLoss:
                     self._say_drift(host)
                 with host.run_counting(batches) as run, _without_a_trace(run):
                     self._window.collect(batches, lambda batch: run.forward(batch, None))
+            else:
+                self._window.kept = {}
         except Exception as caught:
             error = caught
         if self._window.ranks > 1:
@@ -75,11 +86,10 @@ class CoupledLoss:
         elif error is not None:
             raise error
 
-    def micro_batch(self, batch: Any) -> AbstractContextManager[None]:
-        """Around the forward of a micro-batch in training."""
+    def micro_batch(self, place: int) -> AbstractContextManager[None]:
+        """Around the forward of a micro-batch in training; ``place``: in its window."""
         assert self._window is not None
-        place = next((at for at, each in enumerate(self._batches) if each is batch), None)
-        return nullcontext() if place is None else self._window.micro_batch(place)
+        return self._window.micro_batch(place)
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Of a micro-batch, with the labels of the window."""
@@ -108,7 +118,7 @@ class CoupledLoss:
         window = self._window
         assert window is not None
         mine = {key: [(tuple(each.shape), each.dtype) for each in its] for key, its in window.kept.items()}
-        every = host.all_of((len(self._batches), mine if self._batches else {}), error)
+        every = host.all_of((window.micro_batches if mine else 0, mine), error)
         window.first = sum(length for length, _ in every[: host.rank])
         keys, kept = sorted({key for _, its in every for key in its}), Kept()
         for key in keys:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.look import errors_of_forward
 from hf_accum_fix.coupled.cuts import vectors_in, with_vectors
 from hf_accum_fix.errors import ContractError
 
@@ -63,7 +64,7 @@ class WholeWindow:
             self._states.append(_random_states())
             for name, labels in _labels(batch):
                 self.kept.setdefault(f"input {name}", []).append(labels)
-            with torch.no_grad(), self._hooked(self._keep):
+            with torch.no_grad(), self._hooked(self._keep), errors_of_forward():
                 forward(batch)
             short = sorted(key for key, each in self.kept.items() if len(each) != place + 1)
             if short:

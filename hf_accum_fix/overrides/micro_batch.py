@@ -190,13 +190,8 @@ class MicroBatch:
         # A copy, since a ``compute_loss`` may remove the labels.
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         with self._refusing():
-            if session.coupled is not None:
-                inputs = session.coupled.inputs(inputs)
-            with (
-                overridden(self, "_inside", True),
-                session.router.micro_batch(self.window.done),
-                nullcontext() if session.coupled is None else session.coupled.micro_batch(self.batch),
-            ):
+            inputs = inputs if session.coupled is None else session.coupled.inputs(inputs)
+            with overridden(self, "_inside", True), session.around_forward(self.window.done):
                 result = self._compute_loss(model, inputs, *args, **kwargs)
             if self._looks and self.window.gradients != gradient_versions(self._model):
                 session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")

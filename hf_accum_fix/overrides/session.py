@@ -24,7 +24,7 @@ from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host
 from hf_accum_fix.core.state import Losses
 from hf_accum_fix.core.window import Window, open_unless_aside
-from hf_accum_fix.coupled.coupled_loss import CONTRACT, CoupledLoss
+from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
@@ -64,7 +64,6 @@ class Session(Host):
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         unfiltered: losses that are not finite are logged, which upstream's filter would replace.
         logged: the loss was logged in this step.
-        coupled: its loss over the samples of a window; None: it is each micro-batch's.
     """
 
     accelerator: AcceleratorLike
@@ -83,10 +82,7 @@ class Session(Host):
     logged = False
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
-        self.coupled = None
-        if options.coupled_loss != "micro-batch":
-            self.coupled = CoupledLoss(options.coupled_loss, options.coupled)
-            options = replace(options, contract=CONTRACT, coupled_loss="micro-batch")
+        self.coupled, options = planned(options)
         super().__init__(options)
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
@@ -172,8 +168,6 @@ class Session(Host):
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is None:
             return None
-        if self.coupled is not None:
-            self.coupled.open(self, batches)
         if len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",

@@ -459,6 +459,9 @@ def _adds_up(scene: Scene) -> bool:
     """Whether parts weighted by their items add up to the whole: one mean or sum, apart from router losses."""
     contract = scene.contract
     groups = {each.group for each in contract.terms if each.how is not How.ROUTER}
+    if contract.reduction is Reduction.WINDOW:
+        # Its samples are coupled.
+        return False
     return replace(contract, conclusive=True).exact and len(groups) <= 1 and contract.is_counted
 
 

@@ -1,0 +1,80 @@
+"""sentence-transformers' own trainer and losses, left as they are, over the whole window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.clients.test_sentence_transformers import OBJECTIVES, weights
+from tests.logged import Said
+from tests.numerics.parity import Trained, train, training_arguments
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.slow
+
+SPLITS = ((4, 2), (2, 4), (3, 3), (1, 8))
+#: By name: what makes the loss of a model.
+LOSSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "MNRL": ("in-batch negatives", lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
+    "MNRL, both ways": (
+        "in-batch negatives",
+        lambda losses, model: losses.MultipleNegativesSymmetricRankingLoss(model),
+    ),
+    "CoSENT": ("order of similarities", lambda losses, model: losses.CoSENTLoss(model)),
+    "AnglE": ("order of similarities", lambda losses, model: losses.AnglELoss(model)),
+    "Matryoshka of MNRL": (
+        "in-batch negatives",
+        lambda losses, model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return weights(tmp_path_factory.mktemp("sentences"))
+
+
+def trained(name: str, path: str, cut: tuple[int, int], folder: Path, **options: Any) -> Trained:
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer import losses
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    objective, loss = LOSSES[name]
+    args = training_arguments(folder, *cut, kind=st.SentenceTransformerTrainingArguments)
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        encoder = Transformer(str(folder))
+        modules = [encoder, Pooling(encoder.get_embedding_dimension())]
+        model = st.SentenceTransformer(modules=modules, device="cpu").double()
+        rows = Dataset.from_list([dict(row) for row in OBJECTIVES[objective].rows()])
+        return st.SentenceTransformerTrainer(model=model, args=args, train_dataset=rows, loss=loss(losses, model))
+
+    return train(make, path, **options)
+
+
+@pytest.mark.parametrize("cut", SPLITS, ids=lambda cut: "x".join(map(str, cut)))
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], folder: Path, said: Said) -> None:
+    reference = trained(name, "stock", (8, 1), folder)
+    ours = trained(name, "apply", cut, folder, coupled_loss="exact")
+    assert ours.error(reference.change) < 1e-9 and not said()
+    assert ours.losses == [pytest.approx(reference.losses[0], rel=1e-5)]
+    assert trained(name, "stock", cut, folder).error(reference.change) > 0.05
+
+
+def _on_a_rank(name: str, cut: tuple[int, int], folder: str) -> dict[str, torch.Tensor]:
+    return trained(name, "apply", cut, Path(folder), coupled_loss="exact").change
+
+
+def test_two_ranks_are_the_global_batch(folder: Path) -> None:
+    from tests.numerics.parity import relative
+
+    reference = trained("MNRL", "stock", (8, 1), folder)
+    for change in on_ranks(_on_a_rank, "MNRL", (2, 2), str(folder)):
+        assert relative(change, reference.change) < 1e-9
