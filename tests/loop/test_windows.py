@@ -389,6 +389,17 @@ def test_a_contract_that_the_graph_contradicts_is_said(
     assert hf_accum_fix.report().to_dict()["runs"][-1]["exact"] is not is_said
 
 
+def test_a_loop_without_accelerate_that_divides_once_more_is_said(said: Said) -> None:
+    """As recipes for plain loops do."""
+    head = LOOPED["no-kwargs"]
+    model = head.build()
+    for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
+        for batch in window:
+            with window.micro_batch(model):
+                (window.loss(model, batch) / 4).backward()
+    assert len(said("multiplied by 0.25")) == 1
+
+
 def test_a_loss_scaler_of_the_loop_is_no_change_of_its_loss(said: Said) -> None:
     """As torch.amp.GradScaler, which begins at 2**16, and divides the gradient before the optimizer steps."""
     head, scale = HEADS["drops-kwargs"], 2.0**16
