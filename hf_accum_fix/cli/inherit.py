@@ -61,7 +61,7 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
     text = environment.get(VARIABLE, "{}")
     try:
         given = json.loads(text)
-        return Options(**{**given, "allow_foreign": tuple(given.get("allow_foreign", ()))})
+        return options_from({name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         shown = text if len(text) <= 100 else f"{text[:100]}..."
         raise OptionsError(

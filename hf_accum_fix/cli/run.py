@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif default is False:
             parser.add_argument(flag, action="store_true", **settings)
         else:
-            parser.add_argument(flag, action="append", metavar="MODULE.QUALNAME", **{**settings, "default": []})
+            parser.add_argument(flag, action="append", metavar="NAME", **{**settings, "default": []})
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
 
 
@@ -83,8 +83,8 @@ def execute(arguments: argparse.Namespace) -> int:
         OptionsError: if there is no command, or it starts a Python that ignores PYTHONPATH.
         UnsupportedSetupError: see environment_for().
     """
-    given = {option.name: getattr(arguments, option.name) for option in on_the_command_line()}
-    options = Options(**{**given, "allow_foreign": tuple(arguments.allow_foreign)})
+    given: dict[str, Any] = {option.name: getattr(arguments, option.name) for option in on_the_command_line()}
+    options = options_from({name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not command or not command[0]:
         found = "an empty command" if command else "no command"

@@ -251,7 +251,7 @@ def remarks(
     if found.reduction is Reduction.PLAIN:
         why = "it is unknown whether the split changes it."
         if found.coupled:
-            why = "its samples are coupled, so it depends on the split. Use micro-batches of more than one sample."
+            why = "its samples are coupled, so it depends on the split. coupled_loss='exact' trains the whole window's."
         yield "inexact", f"{head}: {found.reason}. It {outcome}: {why}"
     elif found.doubt:
         yield "inexact", f"{head}: {found.doubt}. It is reported as not exact."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.declared import holds_shards, is_compiled
 from hf_accum_fix.accumulation.join import splits
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.noise import WithoutNoise
@@ -27,6 +28,8 @@ CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the 
 
 #: Relative difference of gradients that rounding explains, by bytes of a parameter.
 _TOLERANCE = {8: 1e-9, 4: 1e-3}
+#: The same of vectors, of the largest.
+_DRIFT = {8: 1e-12, 4: 1e-5}
 
 
 def planned(options: Options) -> tuple[CoupledLoss | None, Options]:
@@ -58,25 +61,15 @@ class CoupledLoss:
         """
         if self._window is None:
             model = host.bare(host.model)
-            norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
-            if norm is not None:
-                raise UnsupportedSetupError(
-                    f"got coupled_loss='exact' and BatchNorm in training mode ({norm}), whose statistics come from one "
-                    "micro-batch; expected none; call .eval() on it, or leave the option out"
-                )
+            _refuse(host.model)
             ranks = host.data_ranks if self._convention == "exact" else 1
             self._window = WholeWindow(cuts_of(model, self._named), ranks)
-        error = None
+        self._say_drift(host)
+        error: Exception | None = None
         try:
             if batches:
-                with host.run_counting(batches) as run, _without_a_trace(run):
-                    if not self._checked:
-                        check(run, batches, WholeWindow(self._window.modules), host.head)
-                        self._checked = True
-                if self._window.drift is not None:
-                    self._say_drift(host)
-                with host.run_counting(batches) as run, _without_a_trace(run):
-                    self._window.collect(batches, lambda batch: run.forward(batch, None))
+                with host.run_counting(batches) as run:
+                    self._collect(host, run, batches)
             else:
                 self._window.kept = {}
         except Exception as caught:
@@ -85,6 +78,17 @@ class CoupledLoss:
             self._gather(host, error)
         elif error is not None:
             raise error
+
+    def _collect(self, host: Host, run: LossRun, batches: Sequence[Any]) -> None:
+        window, sharded = self._window, holds_shards(run.model)
+        assert window is not None
+        # Where ranks meet in every forward, no rank runs more than another.
+        if not (self._checked or sharded):
+            with preserved_state(run.model, *run.others, leave=run.leave):
+                check(run, batches, WholeWindow(window.modules), host.head)
+        self._checked = True
+        with preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded):
+            window.collect(batches, lambda batch: run.forward(batch, None))
 
     def micro_batch(self, place: int) -> AbstractContextManager[None]:
         """Around the forward of a micro-batch in training; ``place``: in its window."""
@@ -103,14 +107,17 @@ class CoupledLoss:
 
     def _say_drift(self, host: Host) -> None:
         """Say once that a module has returned other vectors in the second pass."""
-        assert self._window is not None and self._window.drift is not None
-        drift, self._window.drift = float(self._window.drift), None
-        size = max((each.element_size() for its in self._window.kept.values() for each in its[:1]), default=4)
-        if host.reads_are_free and drift > {8: 1e-12, 4: 1e-5}.get(size, 5e-2):
+        assert self._window is not None
+        drift, self._window.drift = self._window.drift, None
+        if drift is None:
+            return
+        # Reading waits for the device: once.
+        self._window.compares = False
+        if (times := float(drift)) > _DRIFT.get(drift.element_size(), 5e-2):
             host.warn_inexact(
                 "drift",
                 f"{host.head}: a module returned other vectors as it was trained than as they were collected, by "
-                f"{drift:.1e} of the largest; its forward may keep a state",
+                f"{times:.1e} of the largest; its forward may keep a state",
             )
 
     def _gather(self, host: Host, error: Exception | None) -> None:
@@ -144,10 +151,19 @@ def _gathered(host: Host, own: Tensor) -> Tensor:
     return host.summed(whole)
 
 
-@contextmanager
-def _without_a_trace(run: LossRun) -> Iterator[None]:
-    with preserved_state(run.model, *run.others, leave=run.leave):
-        yield
+def _refuse(model: nn.Module) -> None:
+    """Refuse a model whose vectors depend on more than their sample, or whose hooks are compiled away."""
+    norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+    if norm is not None:
+        raise UnsupportedSetupError(
+            f"got coupled_loss='exact' and BatchNorm in training mode ({norm}), whose statistics come from one "
+            "micro-batch; expected none; call .eval() on it, or leave the option out"
+        )
+    if is_compiled(model):
+        raise UnsupportedSetupError(
+            "got coupled_loss='exact' and compiled code, which calls no hooks; expected a model that runs eagerly; "
+            "leave torch_compile out"
+        )
 
 
 def check(run: LossRun, batches: Sequence[Any], window: WholeWindow, head: str) -> None:

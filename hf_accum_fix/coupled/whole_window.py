@@ -45,7 +45,8 @@ class WholeWindow:
         kept: of the window: of this rank's micro-batches, or of all ranks' in order.
         first: the place of this rank's first micro-batch among them.
         micro_batches: G, of this rank.
-        drift: the largest difference of a vector in the second pass, relative to the largest number in it; 0-dim.
+        compares: the vectors of both passes are compared.
+        drift: the largest difference between them, relative to the largest number; 0-dim; None: not compared.
     """
 
     modules: Mapping[str, nn.Module]
@@ -53,6 +54,7 @@ class WholeWindow:
     kept: Kept = field(default_factory=dict)
     first: int = 0
     micro_batches: int = 0
+    compares: bool = True
     drift: Tensor | None = None
     _states: list[Any] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
@@ -95,8 +97,9 @@ class WholeWindow:
                 f"got {tuple(vectors.shape)} from {key}, and {tuple(before.shape)} as its vectors were collected; "
                 "expected the same; with coupled_loss='exact' a module has to return the same for the same samples"
             )
-        drift = (vectors.detach() - before).abs().amax() / before.abs().amax().clamp(min=1e-30)
-        self.drift = drift if self.drift is None else torch.maximum(self.drift, drift)
+        if self.compares:
+            drift = (vectors.detach() - before).abs().amax() / before.abs().amax().clamp(min=1e-30)
+            self.drift = drift if self.drift is None else torch.maximum(self.drift, drift)
         if vectors.requires_grad:
             # In a new tensor: others may use the module's own output.
             vectors = vectors * 1.0
