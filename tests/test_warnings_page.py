@@ -127,5 +127,5 @@ def test_no_row_is_of_a_message_that_is_gone() -> None:
 def test_every_row_stands_once() -> None:
     rows = _rows()
     assert len(rows) == len({*rows}) > 250
-    tables = PAGE.read_text(encoding="utf-8").partition("\n## ")[2]
+    tables = PAGE.read_text(encoding="utf-8").partition("\n### ")[2]
     assert sum(line.startswith("| `") for line in tables.splitlines()) == len(rows)
