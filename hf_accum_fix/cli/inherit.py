@@ -11,7 +11,7 @@ from typing import Final
 
 from hf_accum_fix.cli.require import report_on
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
-from hf_accum_fix.options import SWITCH, Options, on_the_command_line
+from hf_accum_fix.options import SWITCH, Options, on_the_command_line, options_from
 
 VARIABLE: Final = "PYTHON_HF_ACCUM_FIX"
 """Carries the options. DeepSpeed's launcher forwards variables with the prefix PYTHON to other machines."""

@@ -15,7 +15,7 @@ from hf_accum_fix.cli import complain
 from hf_accum_fix.cli.inherit import environment_for
 from hf_accum_fix.cli.require import run_required
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.options import SWITCH, Options, enabled, on_the_command_line
+from hf_accum_fix.options import SWITCH, enabled, on_the_command_line, options_from
 
 DESCRIPTION: Final = """\
 Run a command with the patch applied in it and in every Python process it starts: torchrun, accelerate launch,

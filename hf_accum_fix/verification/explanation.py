@@ -126,7 +126,8 @@ def _inherent(split: Split, reference: Reference) -> str:
     """Why no split can equal the full batch; empty if splits can."""
     contract = split.scene.contract
     if contract.reduction is Reduction.PLAIN:
-        return f"{contract.reason}, so no split can equal the full batch"
+        instead = "; coupled_loss='exact' trains the whole window's" if contract.coupled else ""
+        return f"{contract.reason}, so no split can equal the full batch{instead}"
     return "" if reference.decomposes else "the loss does not decompose, so no split can equal the full batch"
 
 

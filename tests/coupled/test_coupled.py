@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix import observations
+import hf_accum_fix
+from hf_accum_fix import accumulation_windows, observations
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
-from hf_accum_fix.options import Options
+from hf_accum_fix.options import BalanceOptions, Options
 from tests.coupled.models import MODELS, RootOfMean, Towers
 from tests.logged import Said
-from tests.numerics.parity import ClassRecorder, relative, step_along, trainable
+from tests.numerics.parity import ClassRecorder, StockRecorder, relative, step_along, trainable, training_arguments
 from tests.ranks import on_ranks
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (3, 3), (1, 8))
@@ -175,3 +177,54 @@ def test_each_rank_alone(tmp_path: Path) -> None:
     for change, losses in on_ranks(_on_a_rank, "InfoNCE of one's own", (2, 2), "rank", str(tmp_path)):
         assert relative(change, reference.change) < TOLERANCE
         assert losses == [] or losses == [pytest.approx(reference.loss, rel=1e-6)]
+
+
+# --- elsewhere --------------------------------------------------------------------------------------------------------
+
+
+@splits
+def test_a_loop_of_ones_own(cut: tuple[int, int]) -> None:
+    case = MODELS["supervised contrastive"]
+    reference = step_along(model := case.build(), case.full(model))
+    model, (rows, steps) = case.build(), cut
+    before = trainable(model)
+    batches = [case.batch(case.samples[at : at + rows]) for at in range(0, len(case.samples), rows)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for window in accumulation_windows(batches, steps=steps, coupled_loss="exact", **case.options):
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss(model, batch).backward()
+        optimizer.step()
+        assert float(window.mean_loss()) == pytest.approx(reference.loss, rel=1e-12)
+    assert (
+        relative({name: each - before[name] for name, each in trainable(model).items()}, reference.change) < TOLERANCE
+    )
+
+
+def test_length_balanced_windows(tmp_path: Path) -> None:
+    case = MODELS["supervised contrastive"]
+    reference = step_along(model := case.build(), case.full(model))
+    lengths = BalanceOptions(lengths=lambda row: 3 + 4 * int(row["labels"]), max_tokens_per_micro_batch=24)
+    options = {"coupled_loss": "exact", **case.options, "balance_windows": lengths}
+    assert case.train("apply", (2, 4), tmp_path, options=options).error(reference.change) < TOLERANCE
+
+
+def test_verify_calls_it_exact_and_names_the_option_without_it(tmp_path: Path) -> None:
+    case = MODELS["InfoNCE of one's own"]
+    found = dict[bool, Any]()
+    for is_on in (True, False):
+        with hf_accum_fix.apply(**({"coupled_loss": "exact", **case.options} if is_on else {})):
+            args = training_arguments(tmp_path, 2, 4)
+            trainer = StockRecorder(
+                model=case.build(), args=args, train_dataset=list(case.samples), data_collator=case.batch
+            )
+            found[is_on] = hf_accum_fix.verify(trainer)
+    assert found[True].exact and not found[False].exact
+    assert "coupled_loss='exact'" in str(found[False])
+
+
+def test_without_the_option_one_warning_names_it(tmp_path: Path, said: Said) -> None:
+    case = MODELS["CLIP"]
+    case.train("apply", (2, 4), tmp_path, options={})
+    (warning,) = said()
+    assert "coupled_loss='exact'" in warning
