@@ -66,7 +66,7 @@ def test_a_window_at_the_end_of_the_data_is_short(tmp_path: Path) -> None:
 
 def test_dropout_draws_the_same_masks_in_both_passes(tmp_path: Path, said: Said) -> None:
     case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=lambda: Towers(dropout=0.5))
-    trained = case.train("apply", (2, 4), tmp_path, max_steps=3, learning_rate=0.01, num_train_epochs=3)
+    trained = case.train("apply", (2, 4), tmp_path)
     drift = trained.trainer._hf_accum_fix_session.coupled._window.drift
     assert float(drift) == 0.0 and not said()
 
@@ -219,7 +219,7 @@ def test_verify_calls_it_exact_and_names_the_option_without_it(tmp_path: Path) -
                 model=case.build(), args=args, train_dataset=list(case.samples), data_collator=case.batch
             )
             found[is_on] = hf_accum_fix.verify(trainer)
-    assert found[True].exact and not found[False].exact
+    assert str(found[True]).startswith("exact at your 2 x 4")
     assert "coupled_loss='exact'" in str(found[False])
 
 
