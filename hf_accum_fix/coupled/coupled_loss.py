@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards, is_compiled
-from hf_accum_fix.accumulation.join import splits
+from hf_accum_fix.accumulation.items import sample_count
+from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.coupled.cuts import cuts_of
+from hf_accum_fix.coupled.cuts import cuts_of, nearest_to_the_loss
 from hf_accum_fix.coupled.whole_window import Kept, WholeWindow
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
@@ -28,6 +30,8 @@ CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the 
 
 #: Relative difference of gradients that rounding explains, by bytes of a parameter.
 _TOLERANCE = {8: 1e-9, 4: 1e-3}
+#: How many cuts of a loss are tried.
+_TRIES = 4
 #: The same of vectors, of the largest.
 _DRIFT = {8: 1e-12, 4: 1e-5}
 
@@ -85,7 +89,7 @@ class CoupledLoss:
         # Where ranks meet in every forward, no rank runs more than another.
         if not (self._checked or sharded):
             with preserved_state(run.model, *run.others, leave=run.leave):
-                check(run, batches, WholeWindow(window.modules), host.head)
+                window.modules = checked(run, batches, window.modules, host.head)
         self._checked = True
         with preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded):
             window.collect(batches, lambda batch: run.forward(batch, None))
@@ -166,15 +170,39 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
-def check(run: LossRun, batches: Sequence[Any], window: WholeWindow, head: str) -> None:
-    """Check that two micro-batches by this room have the loss and gradient of both as one.
+def checked(
+    run: LossRun, batches: Sequence[Any], modules: Mapping[str, nn.Module], head: str
+) -> Mapping[str, nn.Module]:
+    """The modules at which cutting a loss is exact: those given, or of those searched the nearest to the loss.
 
     Raises:
-        UnsupportedSetupError: if they have another one, or if they cannot be joined.
+        UnsupportedSetupError: if there are none.
     """
     split = next((each for each in splits(batches) if each.blocks == 1), None)
-    if split is None:
-        return
+    given, passed, failure = modules, set[str](), None
+    for _ in range(1 if given else _TRIES):
+        with WithoutNoise(alike=False), torch.enable_grad():
+            batch = batches[0]
+            loss = partial(run.forward, dict(batch), None)
+            modules = given or nearest_to_the_loss(run.model, loss, sample_count(batch), passed)
+        if not modules:
+            break
+        try:
+            if split is not None:
+                _check(run, split, WholeWindow(modules), head)
+        except UnsupportedSetupError as error:
+            passed |= {*modules}
+            failure = failure or error
+        else:
+            return modules
+    raise failure or UnsupportedSetupError(
+        f"got coupled_loss='exact' for {head}, no module of which returns one vector per sample that its loss reaches; "
+        "expected one or more; name them, as in coupled=('text_projection',)"
+    )
+
+
+def _check(run: LossRun, split: Split, window: WholeWindow, head: str) -> None:
+    """Check that two micro-batches by this room have the loss and gradient of both as one."""
     at = ", ".join(name or "the model" for name in window.modules)
     with WithoutNoise(alike=False):
         loss, wanted = _gradient(run, split.whole)

@@ -50,6 +50,14 @@ def _pair(kind: str, text: Mapping[str, Any] | None = None, **given: Any) -> Cal
     return make
 
 
+def _dual() -> nn.Module:
+    of_text = {key: _TEXT[key] for key in ("vocab_size", *_VISION) if key in _TEXT}
+    text = transformers.BertConfig(**of_text, **_NO_DROPOUT)
+    image = transformers.ViTConfig(**_VISION)
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(image, text, projection_dim=12)
+    return transformers.VisionTextDualEncoderModel(config)
+
+
 class Towers(nn.Module):
     """Two encoders of one's own, and InfoNCE with a learnt temperature."""
 
@@ -96,6 +104,17 @@ class RootOfMean(nn.Module):
         return {"loss": (self.encoder(x) - y[:, :3]).square().mean().sqrt()}
 
 
+class Bare(nn.Module):
+    """No module makes a vector of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (x @ self.weight).square().mean().sqrt()}
+
+
 @dataclass(frozen=True)
 class Coupled:
     """One model.
@@ -107,6 +126,7 @@ class Coupled:
         options: besides ``coupled_loss``.
         given: further arguments of the Trainer.
         loss: of the whole batch; None: the model's.
+        tolerance: relative, of the gradient; of float64: sums in another order.
     """
 
     make: Callable[[], nn.Module]
@@ -115,6 +135,7 @@ class Coupled:
     options: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
+    tolerance: float = 1e-12
 
     def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         torch.manual_seed(0)
@@ -154,6 +175,14 @@ def _of_texts() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "pixel_values": image} for row, image in zip(ids, pixels, strict=True)]
 
 
+def _of_patches() -> list[dict[str, Tensor]]:
+    """As SigLIP 2 has images: patches, and how many there are."""
+    g, rows = torch.Generator().manual_seed(3), _of_texts()
+    patches = torch.randn(SAMPLES, 4, 48, generator=g, dtype=torch.float64)
+    sizes = {"pixel_attention_mask": torch.ones(4, dtype=torch.long), "spatial_shapes": torch.tensor([2, 2])}
+    return [{**row, **sizes, "pixel_values": each} for row, each in zip(rows, patches, strict=True)]
+
+
 def _of_numbers(classes: int = 0) -> list[dict[str, Tensor]]:
     g = torch.Generator().manual_seed(2)
     x, y = (torch.randn(SAMPLES, width, generator=g, dtype=torch.float64) for width in (6, 5))
@@ -169,7 +198,16 @@ MODELS: Mapping[str, Coupled] = {
     "SigLIP": Coupled(_pair("Siglip", {"projection_size": 16}), _of_texts(), _RETURNS),
     "ChineseCLIP": Coupled(_pair("ChineseCLIP", _NO_DROPOUT, projection_dim=12), _of_texts(), _RETURNS),
     "AltCLIP": Coupled(_pair("AltCLIP", {**_NO_DROPOUT, "project_dim": 16}, projection_dim=12), _of_texts(), _RETURNS),
+    "MetaClip2": Coupled(_pair("MetaClip2", projection_dim=12), _of_texts(), _RETURNS),
+    "CLIPSeg": Coupled(_pair("CLIPSeg", projection_dim=12), _of_texts(), _RETURNS),
+    "OwlViT": Coupled(_pair("OwlViT", projection_dim=12), _of_texts(), _RETURNS),
+    "Owlv2": Coupled(_pair("Owlv2", projection_dim=12), _of_texts(), _RETURNS),
+    "Blip": Coupled(_pair("Blip", {**_NO_DROPOUT, "sep_token_id": 3}, projection_dim=12), _of_texts(), _RETURNS),
+    # It resizes its positions in float32.
+    "Siglip2": Coupled(_pair("Siglip2", {"projection_size": 16}), _of_patches(), _RETURNS, tolerance=1e-8),
+    "VisionTextDualEncoder": Coupled(_dual, _of_texts(), _RETURNS),
     "InfoNCE of one's own": Coupled(Towers, _of_numbers(), options=_OWN),
+    "InfoNCE of one's own, found": Coupled(Towers, _of_numbers()),
     "supervised contrastive": Coupled(Supervised, _of_numbers(3), options=_OWN),
     "supervised, by a compute_loss_func": Coupled(
         Supervised,
