@@ -318,6 +318,7 @@ class Host(ABC):
                 "world_size": self.data_ranks,
                 "reduced_in": reduced_in(self.accelerator, model) if self.data_ranks > 1 and model is not None else [],
                 **state.facts(),
+                **({} if self.coupled is None else self.coupled.facts()),
                 **more,
                 **self.repeated,
             }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards, is_compiled
-from hf_accum_fix.accumulation.items import sample_count
-from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.look import LossRun
-from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.coupled.cuts import cuts_of, nearest_to_the_loss
+from hf_accum_fix.coupled.accept import accepted
+from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import Kept, WholeWindow
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
@@ -28,11 +25,7 @@ from hf_accum_fix.options import Options
 #: How the loss is reduced then.
 CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of the whole window")
 
-#: Relative difference of gradients that rounding explains, by bytes of a parameter.
-_TOLERANCE = {8: 1e-9, 4: 1e-3}
-#: How many cuts of a loss are tried.
-_TRIES = 4
-#: The same of vectors, of the largest.
+#: Relative difference of vectors that rounding explains, by bytes of a number.
 _DRIFT = {8: 1e-12, 4: 1e-5}
 
 
@@ -65,7 +58,7 @@ class CoupledLoss:
         """
         if self._window is None:
             model = host.bare(host.model)
-            _refuse(host.model)
+            _refuse(host, host.model)
             ranks = host.data_ranks if self._convention == "exact" else 1
             self._window = WholeWindow(cuts_of(model, self._named), ranks)
         self._say_drift(host)
@@ -89,7 +82,7 @@ class CoupledLoss:
         # Where ranks meet in every forward, no rank runs more than another.
         if not (self._checked or sharded):
             with preserved_state(run.model, *run.others, leave=run.leave):
-                window.modules = checked(run, batches, window.modules, host.head)
+                window.modules = accepted(run, batches, window.modules, host.head)
         self._checked = True
         with preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded):
             window.collect(batches, lambda batch: run.forward(batch, None))
@@ -106,8 +99,8 @@ class CoupledLoss:
 
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""
-        found = [] if self._window is None else [name or "the model" for name in self._window.modules]
-        return {"coupled_loss": self._convention, "coupled_at": found}
+        at = [] if self._window is None else [name or "the model" for name in self._window.modules]
+        return {"coupled_loss": self._convention, "coupled_at": at}
 
     def _say_drift(self, host: Host) -> None:
         """Say once that a module has returned other vectors in the second pass."""
@@ -155,7 +148,7 @@ def _gathered(host: Host, own: Tensor) -> Tensor:
     return host.summed(whole)
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse(host: Host, model: nn.Module) -> None:
     """Refuse a model whose vectors depend on more than their sample, or whose hooks are compiled away."""
     norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
     if norm is not None:
@@ -163,79 +156,12 @@ def _refuse(model: nn.Module) -> None:
             f"got coupled_loss='exact' and BatchNorm in training mode ({norm}), whose statistics come from one "
             "micro-batch; expected none; call .eval() on it, or leave the option out"
         )
+    if host.world_size != host.data_ranks:
+        raise UnsupportedSetupError(
+            "got coupled_loss='exact' and ranks that share samples; expected data-parallel ranks only; leave it out"
+        )
     if is_compiled(model):
         raise UnsupportedSetupError(
             "got coupled_loss='exact' and compiled code, which calls no hooks; expected a model that runs eagerly; "
             "leave torch_compile out"
         )
-
-
-def checked(
-    run: LossRun, batches: Sequence[Any], modules: Mapping[str, nn.Module], head: str
-) -> Mapping[str, nn.Module]:
-    """The modules at which cutting a loss is exact: those given, or of those searched the nearest to the loss.
-
-    Raises:
-        UnsupportedSetupError: if there are none.
-    """
-    split = next((each for each in splits(batches) if each.blocks == 1), None)
-    given, passed, failure = modules, set[str](), None
-    for _ in range(1 if given else _TRIES):
-        with WithoutNoise(alike=False), torch.enable_grad():
-            batch = batches[0]
-            loss = partial(run.forward, dict(batch), None)
-            modules = given or nearest_to_the_loss(run.model, loss, sample_count(batch), passed)
-        if not modules:
-            break
-        try:
-            if split is not None:
-                _check(run, split, WholeWindow(modules), head)
-        except UnsupportedSetupError as error:
-            passed |= {*modules}
-            failure = failure or error
-        else:
-            return modules
-    raise failure or UnsupportedSetupError(
-        f"got coupled_loss='exact' for {head}, no module of which returns one vector per sample that its loss reaches; "
-        "expected one or more; name them, as in coupled=('text_projection',)"
-    )
-
-
-def _check(run: LossRun, split: Split, window: WholeWindow, head: str) -> None:
-    """Check that two micro-batches by this room have the loss and gradient of both as one."""
-    at = ", ".join(name or "the model" for name in window.modules)
-    with WithoutNoise(alike=False):
-        loss, wanted = _gradient(run, split.whole)
-        window.collect([split.one, split.other], lambda batch: run.forward(batch, None))
-        parts = list[dict[str, Tensor]]()
-        for place, batch in enumerate((split.one, split.other)):
-            try:
-                with window.micro_batch(place):
-                    value, gradient = _gradient(run, window.inputs(batch))
-            except (RuntimeError, ValueError, IndexError) as error:
-                raise UnsupportedSetupError(
-                    f"got coupled_loss='exact' for {head}, whose loss fails on the vectors of a window at {at} "
-                    f"({error}); expected samples to reach it through these modules and labels alone; name others in "
-                    "coupled="
-                ) from error
-            parts.append(gradient)
-    size = max(float(sum(each.double().square().sum() for each in wanted.values())) ** 0.5, 1e-30)
-    mean = {name: (parts[0][name] + parts[1][name]) / 2 for name in wanted}
-    off = float(sum((mean[name] - each).double().square().sum() for name, each in wanted.items())) ** 0.5 / size
-    tolerance = _TOLERANCE.get(next(iter(wanted.values())).element_size(), 5e-2)
-    if not (off <= tolerance and abs(value - loss) <= tolerance * max(abs(loss), 1e-30)):
-        raise UnsupportedSetupError(
-            f"got coupled_loss='exact' for {head}, whose loss cut at {at} is {value:g} instead of {loss:g}, and whose "
-            f"gradient is {off:.2g} off; expected modules through which alone samples reach the loss; name others in "
-            "coupled="
-        )
-
-
-def _gradient(run: LossRun, batch: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of a batch."""
-    trained: dict[str, nn.Parameter] = {name: each for name, each in run.model.named_parameters() if each.requires_grad}
-    with torch.enable_grad():
-        loss = run.forward(dict(batch), None)
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    both = zip(trained.items(), found, strict=True)
-    return float(loss.detach()), {name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in both}
