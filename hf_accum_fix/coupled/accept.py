@@ -25,8 +25,10 @@ _TRIES = 4
 
 def accepted(
     run: LossRun, batches: Sequence[Any], given: Mapping[str, nn.Module], head: str
-) -> Mapping[str, nn.Module]:
+) -> tuple[Mapping[str, nn.Module], bool]:
     """The modules at which cutting a loss is exact: those given, or of those searched the nearest to the loss.
+
+    The second value is False where that cannot be shown: the vectors of two micro-batches joined are not those of each.
 
     Raises:
         UnsupportedSetupError: if there are none.
@@ -38,14 +40,13 @@ def accepted(
             loss = partial(run.forward, dict(batches[0]), None)
             modules = given or nearest_to_the_loss(run.model, loss, sample_count(batches[0]), passed)
             try:
-                if modules and split is not None:
-                    _try(run, split, WholeWindow(modules), head)
+                shows = modules and split is not None and _try(run, split, WholeWindow(modules), head)
             except UnsupportedSetupError as error:
                 passed |= {*modules}
                 failure = failure or error
                 continue
         if modules:
-            return modules
+            return modules, bool(shows)
         break
     raise failure or UnsupportedSetupError(
         f"got coupled_loss='exact' for {head}, no module of which returns one vector per sample that its loss reaches; "
@@ -53,11 +54,20 @@ def accepted(
     )
 
 
-def _try(run: LossRun, split: Split, window: WholeWindow, head: str) -> None:
-    """Raise an error unless two micro-batches, cut, have the loss and gradient of both as one."""
+def _try(run: LossRun, split: Split, window: WholeWindow, head: str) -> bool:
+    """Raise an error unless two micro-batches, cut, have the loss and gradient of both as one; False: not comparable."""
     at = ", ".join(name or "the model" for name in window.modules)
     loss, wanted = _gradient(run, split.whole)
+    window.collect([split.whole], lambda batch: run.forward(batch, None))
+    joined = window.kept
     window.collect([split.one, split.other], lambda batch: run.forward(batch, None))
+    tolerance = _TOLERANCE.get(wanted.element_size(), 5e-2)
+    for key, [vectors] in joined.items():
+        parts = torch.cat(window.kept.get(key, [vectors[:0]]))
+        if parts.shape != vectors.shape or float((parts - vectors).abs().max()) > tolerance * float(
+            vectors.abs().max()
+        ):
+            return False
     found, value = torch.zeros_like(wanted), 0.0
     for place, batch in enumerate((split.one, split.other)):
         try:
@@ -70,13 +80,13 @@ def _try(run: LossRun, split: Split, window: WholeWindow, head: str) -> None:
             ) from error
         found += gradient / 2
     off = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
-    tolerance = _TOLERANCE.get(wanted.element_size(), 5e-2)
     if not (off <= tolerance and abs(value - loss) <= tolerance * abs(loss)):
         raise UnsupportedSetupError(
             f"got coupled_loss='exact' for {head}, whose loss cut at {at} is {value:g} instead of {loss:g}, and whose "
             f"gradient is {off:.2g} off; expected modules through which alone samples reach the loss; name others in "
             "coupled="
         )
+    return True
 
 
 def _gradient(run: LossRun, batch: Any) -> tuple[float, Tensor]:

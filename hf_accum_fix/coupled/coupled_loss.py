@@ -82,7 +82,13 @@ class CoupledLoss:
         # Where ranks meet in every forward, no rank runs more than another.
         if not (self._checked or sharded):
             with preserved_state(run.model, *run.others, leave=run.leave):
-                window.modules = accepted(run, batches, window.modules, host.head)
+                window.modules, shows = accepted(run, batches, window.modules, host.head)
+            if not shows:
+                host.warn_inexact(
+                    "coupled",
+                    f"{host.head}: two micro-batches joined have other vectors than each alone, or cannot be joined, so "
+                    "that coupled_loss='exact' was not checked",
+                )
         self._checked = True
         with preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded):
             window.collect(batches, lambda batch: run.forward(batch, None))

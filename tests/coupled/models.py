@@ -93,6 +93,14 @@ def supervised(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch
     return -(outputs["logits"].log_softmax(dim=1) * alike).sum(1).div(alike.sum(1)).mean()
 
 
+class Bags(Towers):
+    """Its inputs are not one row per sample: joined row by row, they are other samples."""
+
+    def forward(self, ids: Tensor, starts: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = F.embedding_bag(ids, torch.eye(6, dtype=y.dtype), starts)
+        return super().forward(x, y)
+
+
 class RootOfMean(nn.Module):
     """A root of a mean over all samples, as of GLPN."""
 

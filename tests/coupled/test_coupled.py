@@ -15,7 +15,7 @@ import hf_accum_fix
 from hf_accum_fix import accumulation_windows, observations
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
-from tests.coupled.models import MODELS, Bare, RootOfMean, Towers
+from tests.coupled.models import MODELS, Bags, Bare, Coupled, RootOfMean, Towers, _of_numbers
 from tests.logged import Said
 from tests.numerics.parity import ClassRecorder, StockRecorder, relative, step_along, trainable, training_arguments
 from tests.ranks import on_ranks
@@ -138,6 +138,21 @@ def test_a_loss_that_samples_reach_past_the_cut_is_refused_by_its_gradient(tmp_p
     case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=Leaks)
     with pytest.raises(UnsupportedSetupError, match=r"gradient is .* off"):
         case.train("apply", (2, 4), tmp_path)
+
+
+def test_what_cannot_be_joined_is_trained_and_said(tmp_path: Path, said: Said) -> None:
+    rows = [{"ids": torch.tensor([at % 6, at % 5, at % 3]), "y": row["y"]} for at, row in enumerate(_of_numbers())]
+
+    class InBags(Coupled):
+        def batch(self, samples: Any) -> dict[str, Any]:
+            ids, starts = torch.cat([each["ids"] for each in samples]), 3 * torch.arange(len(samples))
+            return {"ids": ids, "starts": starts, "y": torch.stack([each["y"] for each in samples])}
+
+    case = InBags(Bags, rows, options={"coupled": ("one", "other")})
+    reference = step_along(model := case.build(), case.full(model))
+    ours = case.train("apply", (2, 4), tmp_path)
+    assert ours.error(reference.change) < TOLERANCE
+    assert len(said("was not checked")) == 1 and not observations.recorded()[-1]["exact"]
 
 
 def test_what_weights_samples_does_not_go_with_it() -> None:
