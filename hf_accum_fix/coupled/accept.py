@@ -55,7 +55,7 @@ def accepted(
 
 
 def _try(run: LossRun, split: Split, window: WholeWindow, head: str) -> bool:
-    """Raise an error unless two micro-batches, cut, have the loss and gradient of both as one; False: not comparable."""
+    """Raise an error unless two micro-batches, cut, have loss and gradient of both as one; False: not comparable."""
     at = ", ".join(name or "the model" for name in window.modules)
     loss, wanted = _gradient(run, split.whole)
     window.collect([split.whole], lambda batch: run.forward(batch, None))
@@ -64,9 +64,7 @@ def _try(run: LossRun, split: Split, window: WholeWindow, head: str) -> bool:
     tolerance = _TOLERANCE.get(wanted.element_size(), 5e-2)
     for key, [vectors] in joined.items():
         parts = torch.cat(window.kept.get(key, [vectors[:0]]))
-        if parts.shape != vectors.shape or float((parts - vectors).abs().max()) > tolerance * float(
-            vectors.abs().max()
-        ):
+        if parts.shape != vectors.shape or not torch.allclose(parts, vectors, tolerance, tolerance):
             return False
     found, value = torch.zeros_like(wanted), 0.0
     for place, batch in enumerate((split.one, split.other)):

@@ -86,8 +86,8 @@ class CoupledLoss:
             if not shows:
                 host.warn_inexact(
                     "coupled",
-                    f"{host.head}: two micro-batches joined have other vectors than each alone, or cannot be joined, so "
-                    "that coupled_loss='exact' was not checked",
+                    f"{host.head}: two micro-batches joined have other vectors than each alone, or cannot be joined, "
+                    "so that coupled_loss='exact' was not checked",
                 )
         self._checked = True
         with preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded):
