@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli.processes import ROOT, RUN, environment, start
 from tests.clients.test_sentence_transformers import OBJECTIVES, weights
 from tests.logged import Said
-from tests.numerics.parity import Trained, train, training_arguments
+from tests.numerics.parity import Trained, relative, train, training_arguments
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -73,8 +75,21 @@ def _on_a_rank(name: str, cut: tuple[int, int], folder: str) -> dict[str, torch.
 
 
 def test_two_ranks_are_the_global_batch(folder: Path) -> None:
-    from tests.numerics.parity import relative
-
     reference = trained("MNRL", "stock", (8, 1), folder)
     for change in on_ranks(_on_a_rank, "MNRL", (2, 2), str(folder)):
         assert relative(change, reference.change) < 1e-9
+
+
+def test_an_unedited_script_under_the_command(folder: Path, tmp_path: Path) -> None:
+    """In float32: the library's own sums differ by some 1e-6."""
+    found = []
+    coupled = [*RUN, "--coupled-loss", "exact"]
+    for before, rows, steps in (([], 8, 1), (coupled, 2, 4), ([], 2, 4)):
+        out = tmp_path / f"{len(found)}"
+        out.mkdir()
+        words = [Path(__file__).with_name("sentences_script.py"), folder, str(rows), str(steps), out]
+        done = start([*before, sys.executable, *words], environment(ROOT))
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(torch.load(out / "moved.pt"))
+    whole, ours, stock = found
+    assert relative(ours, whole) < 1e-5 < 0.05 < relative(stock, whole)
