@@ -213,7 +213,7 @@ class LossContract:
         [term] = self.terms
         return replace(self, terms=(replace(term, rules=dict([*term.rules.items()][:1])),))
 
-    @property
+    @cached_property
     def rules(self) -> tuple[Items, ...]:
         """Every rule that its terms need, ``items`` first."""
         counted = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER))
@@ -260,7 +260,7 @@ class LossContract:
         """Number of different weights of its terms."""
         return len({each.group for each in self.terms})
 
-    @property
+    @cached_property
     def is_counted(self) -> bool:
         """Whether a rule predicts the count of every mean in it."""
         return not self.by_divisor and all(each.rules for each in self.terms if each.how is How.MEAN)

@@ -91,7 +91,8 @@ class WholeWindow:
 
     def _joined(self, key: str, vectors: Tensor, place: int) -> Tensor:
         """The vectors of the window, those of this micro-batch with gradient."""
-        before = self.kept[key][place].to(vectors)
+        # A checkpoint around a module calls it again in the backward.
+        before = self.kept[key][place].to(vectors) if key in self.kept else vectors[:0]
         if before.shape != vectors.shape:
             raise ContractError(
                 f"got {tuple(vectors.shape)} from {key}, and {tuple(before.shape)} as its vectors were collected; "
