@@ -15,6 +15,7 @@ import hf_accum_fix
 from hf_accum_fix import accumulation_windows, observations
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
+from tests.backends.rows import fsdp_argument
 from tests.coupled.models import MODELS, Bags, Bare, Coupled, RootOfMean, Towers, _of_numbers
 from tests.logged import Said
 from tests.numerics.parity import ClassRecorder, StockRecorder, relative, step_along, trainable, training_arguments
@@ -165,10 +166,12 @@ def test_what_weights_samples_does_not_go_with_it() -> None:
 # --- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def _on_a_rank(name: str, cut: tuple[int, int], convention: str, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+def _on_a_rank(
+    name: str, cut: tuple[int, int], convention: str, folder: str, arguments: dict[str, Any] | None = None
+) -> tuple[dict[str, Tensor], list[float]]:
     case = MODELS[name]
     options = {"coupled_loss": convention, **case.options}
-    ours = case.train("apply" if convention else "stock", cut, Path(folder), options=options)
+    ours = case.train("apply" if convention else "stock", cut, Path(folder), options=options, **(arguments or {}))
     return ours.change, ours.losses
 
 
@@ -184,6 +187,14 @@ def test_two_ranks_are_the_global_batch(name: str, cut: tuple[int, int], tmp_pat
     assert of_ranks[0][1] == [pytest.approx(reference.loss, rel=1e-6)]
     stock, _ = on_ranks(_on_a_rank, name, cut, "", str(tmp_path))[0]
     assert relative(stock, reference.change) > 0.05
+
+
+@pytest.mark.slow
+def test_shards_by_fsdp2(tmp_path: Path) -> None:
+    case = MODELS["CLIP"]
+    reference = step_along(model := case.build(), case.full(model))
+    for change, _ in on_ranks(_on_a_rank, "CLIP", (2, 2), "exact", str(tmp_path), fsdp_argument(2)):
+        assert relative(change, reference.change) < TOLERANCE
 
 
 @pytest.mark.slow
