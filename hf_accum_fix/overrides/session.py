@@ -41,7 +41,6 @@ from hf_accum_fix.upstream.seams import VERIFY
 SESSION = "_hf_accum_fix_session"
 #: The marker in a trainer's state, and so in its checkpoints.
 MARKER = "hf_accum_fix"
-_MEASURING = "measuring what the engine divides a sum over ranks by"
 #: A method as it was, and the arguments of a call of it.
 Original: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
@@ -175,8 +174,9 @@ class Session(Host):
             for each in batches:
                 complete_shard(each)
             if self.over_ranks is None:
-                divisor = partial(measured_divisor, self.accelerator, self.data_ranks)
-                self.over_ranks = self.contained(_MEASURING, divisor, 1.0 * self.data_ranks) / self.data_ranks
+                measured = partial(measured_divisor, self.accelerator, self.data_ranks)
+                divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
+                self.over_ranks = divisor / self.data_ranks
         self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)

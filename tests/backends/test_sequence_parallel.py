@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hf_accum_fix.overrides import session
 from tests.backends import sequence_parallel as cut
 from tests.ranks import RankFailedError, on_ranks, selected
 
@@ -56,7 +57,7 @@ def each(cases: list[str]) -> dict[str, Any]:
 def rows(request: pytest.FixtureRequest) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ranks in (2, 4):
-        if cases := [case for case in selected(request) if CASES[case][0] == ranks]:
+        if cases := [case for case in dict.fromkeys(selected(request)) if CASES[case][0] == ranks]:
             found |= on_ranks(each, cases, ranks=ranks, timeout=60 + 30 * len(cases))[0]
     return found
 
@@ -77,9 +78,11 @@ def test_every_step_is_that_of_the_global_batch(case: str, rows: Any) -> None:
         assert each["norm"] is None if stage == 0 else each["norm"] <= 4e-6, each
         assert each["report"]["exact"], each
     for each in (each for each in rows[case] if each["path"] == "stock"):
-        # A mean of means, over the number that its engine divides by.
-        assert each["factor"] == pytest.approx(1 if stage == 3 else cut.CUT, rel=0.2), each
-        assert each["error"] > 0.02, each
+        # A mean of means, which stage 3 divides by all ranks and the others by those that share no sample.
+        if stage == 3 and CASES[case][2][1] == 1:
+            assert each["error"] <= 4e-6, each
+        else:
+            assert each["error"] > (0.3 if stage == 3 else 0.9), each
 
 
 @pytest.mark.deepspeed
@@ -89,3 +92,21 @@ def test_stock_ends_where_ranks_hold_other_samples_too(case: str) -> None:
     ranks, stage, split = CASES[case]
     with pytest.raises(RankFailedError, match="is not part of group"):
         on_ranks(cut.under_ulysses, stage, ranks, split, "stock", ranks=ranks, timeout=120)
+
+
+def unmeasured(case: str) -> tuple[cut.Cut, cut.Cut]:
+    """A training whose engine cannot be measured, and stock's."""
+    ranks, stage, split = CASES[case]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "measured_divisor", lambda *_: 1 / 0)
+        ours = cut.under_ulysses(stage, ranks, split, "apply")
+    return ours, cut.under_ulysses(stage, ranks, split, "stock")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("case", ["2 ranks, ZeRO 2, 1 x 8"])
+def test_an_engine_that_cannot_be_measured_trains_as_stock_and_says_so(case: str) -> None:
+    ours, stock = on_ranks(unmeasured, case, ranks=2, timeout=120)[0]
+    assert not ours.report["exact"]
+    assert (ours.error, ours.loss) == pytest.approx((stock.error, stock.loss), rel=1e-4)
