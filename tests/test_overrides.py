@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 
 import hf_accum_fix
 from hf_accum_fix import observations
@@ -457,15 +458,35 @@ def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
         trainer.train()
 
 
-@pytest.mark.parametrize("kind", ["cp", "sp"])
-def test_ranks_that_split_samples_are_refused_before_anything_runs(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_parallelism_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
     # 5.10 and later ask the trainer, earlier releases know accelerate's config alone.
-    monkeypatch.setattr(trainer, f"get_{kind}_size", lambda: 2, raising=False)
-    with pytest.raises(UnsupportedSetupError, match=f"{kind}_size=2.*tensor parallelism are supported"):
+    monkeypatch.setattr(trainer, "get_cp_size", lambda: 2, raising=False)
+    with pytest.raises(UnsupportedSetupError, match=r"cp_size=2.*tensor and sequence parallelism are supported"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("what", "held", "options"),
+    [
+        ("label_smoothing_factor", {"label_smoother": LabelSmoother()}, {}),
+        ("compute_loss_func", {"compute_loss_func": shifted_cross_entropy}, {}),
+        ("per_sample", {}, {"per_sample": True}),
+        ("balance_windows", {}, {"balance_windows": True}),
+        ("drop_duplicates", {}, {"drop_duplicates": True}),
+        ("router_loss", {}, {"router_loss": "exact"}),
+        ("coupled_loss", {}, {"coupled_loss": "rank"}),
+    ],
+)
+def test_what_needs_whole_samples_is_refused_where_they_are_cut(
+    what: str, held: Any, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hf_accum_fix.apply(**options):
+        trainer = trainer_of(DROPS, tmp_path, Trainer)
+        monkeypatch.setattr(trainer, "get_sp_size", lambda: 2, raising=False)
+        vars(trainer).update(held)
+        with pytest.raises(UnsupportedSetupError, match=rf"got {what} with samples that are cut.*sp_size=2"):
+            trainer.train()
 
 
 class Bypasses(Trainer):

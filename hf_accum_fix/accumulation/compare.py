@@ -32,6 +32,7 @@ class Setting:
         decoder_pad: as for `rules.targets_padding`.
         has_z_loss: the model's loss has a mean over all positions, a router's loss by convention.
         has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
+        is_cut: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
     """
 
     handed: str = "none"
@@ -46,6 +47,7 @@ class Setting:
     has_z_loss: bool = False
     decoder_pad: int | None = None
     has_stock: bool = False
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ def observe(
     """
     # Repeated samples serve as well as any.
     batches = [dict(batch) if isinstance(batch, ZeroWeightBatch) else batch for batch in window]
+    # By their own targets the ranks would choose different ones.
+    batches = batches[:1] if setting.is_cut else batches
     sharded = holds_shards(loss.model)
     with preserved_state(loss.model, *loss.others, leave=loss.leave, sharded=sharded) as state:
         return _Observation(loss, batches, setting, state, ranks or SyncedRanks(), sharded).contract()
@@ -120,7 +122,9 @@ class _Observation:
         self.before.clear()
         # Where the ranks meet in every forward, a part that a model cannot run would end the training.
         every = splits(self.window, has_decoder=self.setting.decoder_pad is not None)
-        left = (split for split in every if not (self.sharded and split.group))
+        left = (
+            split for split in every if not ((self.sharded and split.group) or (self.setting.is_cut and split.apart))
+        )
         split, is_open = next(left), True
         while self.ranks.any(is_open):
             looks = list[Look]()

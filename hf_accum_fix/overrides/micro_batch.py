@@ -275,6 +275,8 @@ class MicroBatch:
                 divides = engine_divisor(self._engine, **kwargs)
                 loss = self._scaled(self.weighed, loss, divides)
                 divided = divides / self.part.engine_divisor
+                if self.session.over_ranks is not None and not self.weighed.keeps_scale:
+                    divided *= self.session.over_ranks
                 loss = loss if divided == 1 else loss * divided
             set_last_micro_batch(self._engine, self.is_last)
             return self._backward(loss, **kwargs)

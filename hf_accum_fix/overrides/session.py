@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, is_cut, measured_divisor
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
@@ -64,6 +66,8 @@ class Session(Host):
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         unfiltered: losses that are not finite are logged, which upstream's filter would replace.
         logged: the loss was logged in this step.
+        cuts_samples: several ranks hold a part of each sample.
+        over_ranks: what the engine divides the sum over W ranks by, of W; None: not measured.
     """
 
     accelerator: AcceleratorLike
@@ -80,6 +84,8 @@ class Session(Host):
     refused: AccumFixError | None = None
     unfiltered = False
     logged = False
+    cuts_samples = False
+    over_ranks: float | None = None
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)
@@ -87,6 +93,7 @@ class Session(Host):
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
         self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
+        self.cuts_samples = is_cut(trainer.accelerator)
         self.replaced_step = facts_of.replaced_step(trainer)
 
     @property
@@ -163,11 +170,21 @@ class Session(Host):
     def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window | None:
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
+        if self.cuts_samples:
+            for each in batches:
+                complete_shard(each)
+            if self.over_ranks is None:
+                measured = partial(measured_divisor, self.accelerator, self.data_ranks)
+                divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
+                self.over_ranks = divisor / self.data_ranks
         self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is None:
             return None
+        items = None if self.contract is None else self.contract.items
+        if self.cuts_samples and items is not None and items.keys[:1] != (SHIFTED,):
+            self.not_exact("shifts again", f"counts {items}, not the labels that were shifted before samples were cut")
         if len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",
@@ -335,6 +352,7 @@ class Session(Host):
             custom=compute_loss is not None,
             func=func is not None,
             multiplies=facts_of.averages_tokens(trainer),
+            is_cut=self.cuts_samples,
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
             upstream_number=None if number is None else float(number),
         )

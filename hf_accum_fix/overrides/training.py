@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
+from hf_accum_fix.engines.sample_shards import check_shards
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
@@ -40,6 +41,13 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     if not enabled() or any(each.trainer is trainer for each in _TRAINING):
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
+    sizes, func = (
+        {axis: parallel_size(trainer, axis) for axis in ("cp", "sp")},
+        getattr(trainer, "compute_loss_func", None),
+    )
+    check_shards(
+        type(trainer).__name__, sizes, options, func=func is not None, smooths=trainer.label_smoother is not None
+    )
     session = session_of(trainer, options, new=True)
     session.warn_off(off)
     session.unfiltered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
@@ -321,12 +329,4 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
         )
     if getattr(trainer, "use_apex", False):
         raise UnsupportedSetupError(f"got apex in {name}, which bypasses accelerate; expected torch's bf16 or fp16")
-    split = {axis: size for axis in ("cp", "sp") if (size := parallel_size(trainer, axis)) > 1}
-    if split:
-        found = ", ".join(f"{axis}_size={size}" for axis, size in split.items())
-        raise UnsupportedSetupError(
-            f"{name}: got samples that are split over ranks ({found}), so that no rank sees the items of a sample; "
-            "expected ranks with whole samples; remove context and sequence parallelism from parallelism_config (data "
-            "and tensor parallelism are supported)"
-        )
     return off

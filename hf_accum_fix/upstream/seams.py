@@ -136,7 +136,7 @@ _ROWS: Final = (
     Attribute(TRAINER, "_prepare_inputs compute_loss_context_manager", "run a forward as training does"),
     Attribute(TRAINER, "use_apex", "refuse apex", seen="object", until="5.0.0"),
     Attribute(TRAINER, "get_tp_size", "count data-parallel ranks", since="4.53.0"),
-    Attribute(TRAINER, "get_cp_size get_sp_size", "refuse ranks that split samples", since="5.0.0"),
+    Attribute(TRAINER, "get_cp_size get_sp_size", "see which ranks share samples", since="5.0.0"),
     Attribute(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
     Attribute(
         TRAINER, "_train_batch_size", "see what a loss divides by", off="recognising the batch size", seen="object"
@@ -176,7 +176,7 @@ _ROWS: Final = (
     Attribute(ACCELERATOR, "reduce", "count over ranks"),
     Attribute(ACCELERATOR, "device distributed_type mixed_precision unwrap_model", "read the engine"),
     Attribute(ACCELERATOR, "state", "read the engine", seen="object"),
-    Attribute(ACCELERATOR, "parallelism_config", "refuse ranks that split samples", since="1.10.0"),
+    Attribute(ACCELERATOR, "parallelism_config", "see which ranks share samples", since="1.10.0"),
     Attribute(ACCELERATOR, "autocast", "run a forward as training does"),
     Attribute(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
     Attribute(ACCELERATOR, "dataloader_config", "switch dispatching off", seen="object", since="0.28.0"),

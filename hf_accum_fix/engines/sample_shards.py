@@ -1,0 +1,117 @@
+"""Ranks that share a sample (sequence and context parallelism): a shard is a micro-batch of fewer tokens.
+
+Every target lies on one rank. So shards are counted and weighted as micro-batches are, over all ranks that hold one:
+the sum over the world of each shard's summed loss is that of the samples. What is left is what the engine divides that
+sum by: DeepSpeed (0.19.8) by the data-parallel ranks at stage 0 to 2, by all ranks at stage 3. That is measured, not
+listed: another engine of the same configuration takes one step of one parameter.
+
+Source: ``UlyssesSPDataLoaderAdapter`` (DeepSpeed) has shifted the labels as ``shift_labels`` before it cut the samples,
+and removed ``labels``; ``deepspeed_sp_compute_loss`` (transformers) puts them back, for a loss that shifts nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix.engines.engine import is_deepspeed
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.protocols import AcceleratorLike
+
+#: Labels that were shifted before the samples were cut.
+SHIFTED: Final = "shift_labels"
+#: Of a configuration of DeepSpeed, what decides how gradients are summed over ranks, and what an engine asks for.
+_OF_THE_SUM: Final = (
+    *("sequence_parallel_size", "communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "bf16", "data_types"),
+)
+#: Of its ``zero_optimization``, what the one parameter needs not.
+_PLACES: Final = ("offload_optimizer", "offload_param", "sub_group_size", "stage3_gather_16bit_weights_on_model_save")
+
+
+def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func: bool, smooths: bool) -> None:
+    """Refuse by name what is not exact where several ranks hold parts of a sample.
+
+    Args:
+        name: of the trainer.
+        sizes: ranks of a sample by axis, "cp" and "sp".
+        options: of the training.
+        func: a ``compute_loss_func`` makes its loss, which stock ignores under sequence parallelism.
+        smooths: a label smoother does, which stock ignores as well.
+
+    Raises:
+        UnsupportedSetupError: if it asks for one of these.
+    """
+    if (size := sizes.get("cp", 1)) > 1:
+        raise UnsupportedSetupError(
+            f"{name}: got context parallelism (cp_size={size}), which cuts samples only inside of training_step; "
+            "expected samples that are whole, or cut by sequence parallelism; remove cp_size from parallelism_config "
+            "(data, tensor and sequence parallelism are supported)"
+        )
+    if (size := sizes.get("sp", 1)) == 1:
+        return
+    asked = {
+        "compute_loss_func": func,
+        "label_smoothing_factor": smooths,
+        "per_sample": options.per_sample,
+        "coupled_loss": options.coupled_loss != "micro-batch",
+        "balance_windows": bool(options.balance_windows),
+        "drop_duplicates": options.drop_duplicates,
+        "router_loss": options.router_loss != "mean",
+    }
+    if found := [what for what, is_asked in asked.items() if is_asked]:
+        raise UnsupportedSetupError(
+            f"{name}: got {' and '.join(found)} with samples that are cut over ranks (sp_size={size}); expected whole "
+            "samples for that; omit it, or remove sp_size from parallelism_config"
+        )
+
+
+def is_cut(accelerator: AcceleratorLike | None) -> bool:
+    """Whether several ranks hold a part of each sample."""
+    return (getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1) or 1) > 1
+
+
+def complete_shard(batch: Any) -> None:
+    """Give a micro-batch of shifted labels the ``labels`` that a model's loss asks for, in place.
+
+    Slices along a sequence have gaps between their rows, which the losses of transformers cannot view as one axis.
+    """
+    if not isinstance(batch, MutableMapping) or not isinstance(shifted := batch.get(SHIFTED), Tensor):
+        return
+    batch[SHIFTED] = shifted.contiguous()
+    batch.setdefault("labels", batch[SHIFTED])
+
+
+def measured_divisor(accelerator: AcceleratorLike | None, data_ranks: int) -> float:
+    """What the engine divides the sum over ``data_ranks`` of their gradients by: a collective.
+
+    ``data_ranks``: all ranks that hold a micro-batch, or a shard of one.
+    """
+    if not is_deepspeed(accelerator) or not is_cut(accelerator):
+        return float(data_ranks)
+    deepspeed: Any = import_module("deepspeed")
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    whole = copy.deepcopy(engine.config)
+    config = {key: whole[key] for key in _OF_THE_SUM if key in whole}
+    config["zero_optimization"] = {k: v for k, v in whole.get("zero_optimization", {}).items() if k not in _PLACES}
+    # Its default clips at 1.
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    # It draws what the training would.
+    with torch.random.fork_rng(devices=[]):
+        model = nn.Linear(1, 1, bias=False).to(engine.device)
+    nn.init.zeros_(model.weight)
+    # Whatever stands around it, this step is plain.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    probe, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=engine.mpu)
+    probe.backward(probe(torch.ones(1, 1, device=engine.device, dtype=model.weight.dtype)).sum())
+    probe.step()
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        moved = -float(model.weight.detach().sum())
+    probe.destroy()
+    return data_ranks / moved

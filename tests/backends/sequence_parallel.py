@@ -1,0 +1,188 @@
+"""Two steps of a small Llama whose samples are cut over two ranks, beside float64 SGD over the global batches."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_accum_fix import observations
+from tests.backends.rows import DEEPSPEED, LAUNCHED_DEEPSPEED, Backend, zero
+from tests.backends.trajectory import furthest, gathered, variables, without_compiling
+from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
+
+CUT, RATE, CLIPPED, UNCLIPPED = 2, 0.5, 0.5, 1e30
+#: Of four samples in a row, since gloo gathers equal widths alone; two ranks hold as many positions of each.
+LENGTHS = (16, 12, 14)
+#: The first and the last target of each sample, over and over: in some all lie in the second half, on one rank.
+RAGGED = ((1, 16), (3, 16), (12, 16), (7, 16), (14, 16), (2, 7), (9, 16), (5, 16))
+#: Every target of the global batch lies on the first rank of its two, or on the second.
+ON_THE_FIRST, ON_THE_SECOND = ((1, 8), (3, 6)), ((10, 16), (9, 12))
+
+
+@dataclass
+class Cut:
+    """Two steps.
+
+    Attributes:
+        error: of the parameter change, relative.
+        factor: the change's part along the right one, by that one.
+        loss: the larger relative error of the two logged ones.
+        norm: of the gradients before clipping, likewise; None: DeepSpeed tells none at stage 0.
+        report: `hf_accum_fix.report`'s last run; empty: there is none.
+    """
+
+    error: float
+    factor: float
+    loss: float
+    norm: float | None
+    report: dict[str, Any]
+
+
+def samples(targets: Sequence[tuple[int, int]], count: int) -> list[dict[str, Tensor]]:
+    """Ragged samples, of which some have few targets."""
+    generator, made = torch.Generator().manual_seed(7), []
+    for at in range(count):
+        (first, end), place = targets[at % len(targets)], torch.arange(LENGTHS[at // 4 % len(LENGTHS)])
+        tokens = torch.randint(5, 61, place.shape, generator=generator)
+        labels = tokens.masked_fill((place < first) | (place >= end), -100)
+        made.append({"input_ids": tokens, "labels": labels, "position_ids": place})
+    return made
+
+
+def stacked(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The collator: what is filled up on the right, no causal model sees."""
+    fill = {"labels": -100}
+    return {
+        key: nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True, padding_value=fill.get(key, 0))
+        for key in rows[0]
+    }
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens, attn_implementation="sdpa"))
+
+
+def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: int) -> list[Any]:
+    """The samples of a global batch: each rank loads its own, and shares them with the other one in turn."""
+    (b, steps), found = split, []
+    for group in range(ranks // CUT):
+        for at in range(window * steps, (window + 1) * steps):
+            batch = at // CUT * ranks + group * CUT + at % CUT
+            found += rows[batch * b : (batch + 1) * b]
+    return found
+
+
+def plain_sgd(
+    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], max_norm: float
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Change of the parameters, losses and norms of SGD over global batches, in float64."""
+    exact = copy.deepcopy(model).double()
+    start, losses, norms = trainable(exact), [], []
+    for rows in windows:
+        batch = stacked(rows)
+        logits = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        exact.zero_grad()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(exact.parameters(), max_norm)))
+        with torch.no_grad():
+            for parameter in exact.parameters():
+                parameter -= RATE * parameter.grad
+    return moved(exact, start), losses, norms
+
+
+def ulysses(ranks: int) -> dict[str, Any]:
+    """The argument that cuts samples over two ranks; two of four ranks hold other samples."""
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    sizes = {"sp_size": CUT, "dp_replicate_size": 1, "dp_shard_size": ranks // CUT}
+    return {"parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_handler=handler, **sizes)}
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Around a training under Ulysses: its groups and its attention are the process's, and are made once."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    deepspeed.init_distributed("gloo")
+    try:
+        yield
+    finally:
+        parallel_state_sp._release_sequence_parallel_groups()
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+
+
+def under_ulysses(
+    stage: int,
+    ranks: int,
+    split: tuple[int, int],
+    path: str,
+    max_norm: float = UNCLIPPED,
+    targets: Sequence[tuple[int, int]] = RAGGED,
+    **options: Any,
+) -> Cut:
+    """Two steps by the Trainer under DeepSpeed's sequence parallelism; ``split``: b and G; ``options``: of apply()."""
+    # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
+    unset_hf_deepspeed_config()
+    model = llama()
+    with variables(LAUNCHED_DEEPSPEED), applied(path, **options), registered():
+        without_compiling()
+        arguments = {**zero(stage), **ulysses(ranks)}
+        try:
+            return stepped(model, ranks, split, path, max_norm, targets, Backend("", DEEPSPEED), arguments)
+        finally:
+            unset_hf_deepspeed_config()
+
+
+def stepped(
+    model: nn.Module,
+    ranks: int,
+    split: tuple[int, int],
+    path: str,
+    max_norm: float,
+    targets: Sequence[tuple[int, int]],
+    backend: Backend,
+    arguments: dict[str, Any],
+) -> Cut:
+    """Two steps of a model; ``arguments``: of TrainingArguments."""
+    b, steps = split
+    rows = samples(targets, 3 * ranks * b * steps)
+    windows = [of_window(rows, ranks, split, window) for window in range(2)]
+    change, losses, norms = plain_sgd(model, windows, max_norm)
+    start = trainable(model)
+    given = {"ddp_backend": "gloo", "max_grad_norm": max_norm, "max_steps": 2, "learning_rate": RATE, **arguments}
+    args = training_arguments(Path(tempfile.gettempdir()) / "cut", *split, **given)
+    trainer = recorder(path)(model=model, args=args, train_dataset=rows, data_collator=stacked)
+    trainer.train()
+    end = gathered(trainer.model_wrapped, backend)
+    found = {name: (end[name] - start[name]).double() for name in start}
+    along, whole = (sum(float((each[name] * change[name]).sum()) for name in change) for each in (found, change))
+    logged = [each for each in trainer.state.log_history if "loss" in each]
+    runs = observations.recorded() if path != "stock" else ()
+    return Cut(
+        relative(found, change),
+        along / whole,
+        furthest([float(each["loss"]) for each in logged], losses),
+        furthest([float(each["grad_norm"]) for each in logged], norms) if "grad_norm" in logged[0] else None,
+        dict(runs[-1]) if runs else {},
+    )

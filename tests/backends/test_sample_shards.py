@@ -1,0 +1,58 @@
+"""What is made of a part of a sample, on one rank and without DeepSpeed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.compare import Setting
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor
+
+
+def test_a_part_gets_the_labels_that_its_loss_asks_for() -> None:
+    batch = {"shift_labels": torch.arange(32).view(2, 16)[:, :8]}
+    complete_shard(batch)
+    assert batch["labels"] is batch["shift_labels"] and batch["labels"].view(-1)[8] == 16
+
+
+def test_labels_that_are_there_stay() -> None:
+    labels = torch.zeros(1, 4, dtype=torch.long)
+    batch = {"labels": labels, "shift_labels": labels + 1}
+    complete_shard(batch)
+    assert batch["labels"] is labels
+    for other in ({"labels": labels}, [labels], None):
+        complete_shard(other)
+    assert other is None
+
+
+def test_an_engine_whose_ranks_share_no_sample_divides_by_all_of_them() -> None:
+    plain = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, parallelism_config=None)
+    cut = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, parallelism_config=SimpleNamespace(sp_size=2))
+    assert not is_cut(None) and not is_cut(plain) and is_cut(cut)  # type: ignore[arg-type]
+    assert measured_divisor(plain, 6) == 6.0  # type: ignore[arg-type]
+
+
+def test_a_loss_of_parts_is_observed_in_the_first_micro_batch_as_it_was_fetched() -> None:
+    model, seen = nn.Linear(3, 5), list[Any]()
+
+    def call(inputs: Any, _: Tensor | None) -> Tensor:
+        seen.append(inputs)
+        return nn.functional.cross_entropy(model(inputs["x"]).flatten(0, 1), inputs["shift_labels"].flatten())
+
+    window = []
+    # By its targets, the last would be run.
+    for targets in (2, 3, 6):
+        labels = torch.arange(8).view(2, 4) % 5
+        window.append({"x": torch.randn(2, 4, 3), "shift_labels": labels.masked_fill(labels >= targets, -100)})
+    for is_part in (True, False):
+        seen.clear()
+        found = observe(LossRun(call, model, torch.device("cpu")), window, Setting(is_cut=is_part))
+        assert found.reduction is Reduction.MEAN and str(found.items) == "'shift_labels' other than -100"
+        assert all(each["x"] is window[0]["x"] for each in seen) == is_part
