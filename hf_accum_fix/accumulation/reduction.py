@@ -27,5 +27,5 @@ _PREDICATES = {
     "mean": "is the mean over its own items",
     "sum": "is a sum",
     "plain": "is averaged over micro-batches",
-    "window": "is computed over the whole window",
+    "window": "is computed over all samples of a step",
 }

@@ -23,7 +23,7 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
 
 #: How the loss is reduced then.
-CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of the whole window")
+CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of all samples of a step")
 
 #: Relative difference of vectors that rounding explains, by bytes of a number.
 _DRIFT = {8: 1e-12, 4: 1e-5}

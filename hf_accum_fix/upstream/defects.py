@@ -43,7 +43,7 @@ class Factor(str, Enum):
     GPUS = "GPUs"
     PER_GPUS = "1 / GPUs"
     COPIES = "tensor-parallel size"
-    SHARERS = "sequence-parallel size"
+    SHARERS = "sp_size"
 
 
 @dataclass(frozen=True, kw_only=True)
