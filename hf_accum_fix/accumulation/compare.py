@@ -174,7 +174,7 @@ def candidates(compared: Comparison, *, inside: bool) -> tuple[list[Candidate], 
             for place, term in enumerate(its[0]):
                 spec = TermSpec(shape, place, How.PLAIN)
                 found.append(Candidate(spec, (term,) * 3, (), (term.value,) * 3, matched=False))
-    return _with_values(found, compared.looks), mismatch
+    return _with_values(_counted_alike(found), compared.looks), mismatch
 
 
 def unexplained(found: Sequence[Candidate], looks: Sequence[Look]) -> tuple[float, ...]:
@@ -237,6 +237,20 @@ def _classified(terms: Sequence[Sequence[TermLook]], place: int | None, compared
     how = How.NUMBER if numbered else How.MEAN if moving else How.PLAIN
     spec = TermSpec(first[0].shape, place, how, tuple(numbered or moving))
     return Candidate(replace(spec, counted=counts) if how is How.MEAN else spec, first, counts, values)
+
+
+def _counted_alike(found: Sequence[Candidate]) -> list[Candidate]:
+    """The terms, with the count of the first that divides by the same but for rounding.
+
+    The two terms of a cross entropy with class weights and smoothed labels do.
+    """
+    alike = list[Candidate]()
+    for each in found:
+        before = (one.counts for one in alike if len(one.counts) == len(each.counts) > 0)
+        counts = next((one for one in before if all(map(is_near, one, each.counts))), each.counts)
+        counted = counts if each.spec.counted == each.counts else each.spec.counted
+        alike.append(replace(each, counts=counts, spec=replace(each.spec, counted=counted)))
+    return alike
 
 
 def _with_values(found: list[Candidate], looks: Sequence[Look]) -> list[Candidate]:

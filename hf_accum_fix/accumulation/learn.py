@@ -141,10 +141,15 @@ def _classes(candidate: Candidate, compared: Comparison) -> int:
 
 
 def _added(judged: Sequence[Candidate], compared: Comparison) -> How:
-    """Whether the part without a gradient is a constant."""
+    """Classify the part without a gradient: a mean over the terms' items, a constant, or neither."""
     if any(None in each.values for each in judged):
         return How.PLAIN
-    rests = unexplained(judged, compared.looks)
+    rests, counts = unexplained(judged, compared.looks), judged[0].counts
+    is_mean = judged[0].spec.how is How.MEAN and len({each.spec.group for each in judged}) == 1
+    if is_mean and len(counts) == len(rests):
+        sums = [n * rest for n, rest in zip(counts, rests, strict=True)]
+        if abs(sums[0] - sums[1] - sums[2]) <= compared.tolerance * abs(counts[0] * compared.whole.loss):
+            return How.MEAN
     is_same = max(rests) - min(rests) <= compared.tolerance * max(abs(each.loss) for each in compared.looks)
     return How.CONSTANT if is_same else How.PLAIN
 
