@@ -220,6 +220,10 @@ def _judged_mean(candidate: Candidate, compared: Comparison, known: Sequence[Ite
     doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
     if whole.sorts:
         doubt = f"elements of {whole.name} are sorted, and what is left out depends on the micro-batch"
+    shared = ([each.factors[at] for each in candidate.seen] for at in spec.counts if at < whole.above)
+    if any(not is_near(one, other + another, 1e-5) for one, other, another in shared):
+        # (a + b) / (a + b).detach() may add up where both have as many items.
+        doubt = "one number that is no count divides several of its terms"
     # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on;
     # a loss over its own value has that anyway.
     varies = not (has_values and compared.are_distinct and any(values)) or any(
