@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_accum_fix.accumulation import noise
 from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements, weights_elements
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.errors import ContractError
@@ -185,11 +183,9 @@ def look(
     seed: int = 0,
 ) -> Look:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    before = _random_state()
-    with WithoutNoise(alike=listed), within():
+    noise.seed(seed)
+    before = noise.random_states()
+    with noise.WithoutNoise(alike=listed), within():
         found, captured = run_with_graph(loss, batch, number, keep=keep)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")
@@ -199,7 +195,7 @@ def look(
     kept = [without_nothing(terms) for terms in shapes]
     rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
     warms = len(kept[0]) < len(shapes[0])
-    return Look(batch, number, total, found.dtype, rows, inside, _random_state() != before, warms)
+    return Look(batch, number, total, found.dtype, rows, inside, noise.random_states() != before, warms)
 
 
 def run_with_graph(
@@ -332,9 +328,3 @@ def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
         unshifted.append(labels[attended])
     is_one, is_other = (any(torch.equal(target, each) for each in ways) for ways in (shifted, unshifted))
     return is_one if is_one != is_other else None
-
-
-def _random_state() -> tuple[Any, ...]:
-    words = np.random.get_state(legacy=True)
-    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
-    return random.getstate(), words[1].tobytes(), words[2], *(each.numpy().tobytes() for each in of_torch)  # type: ignore[index]

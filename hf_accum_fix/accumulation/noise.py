@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pickle import dumps, loads
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,24 @@ def random_states_kept(devices: Sequence[int] | None = None, device_type: str = 
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def random_states() -> bytes:
+    """The states of the generators of `seed`, and of devices: equal unless something drew a number."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_torch = [each.numpy() for each in (torch.get_rng_state(), *devices)]
+    return dumps((random.getstate(), np.random.get_state(), of_torch))
+
+
+def set_random_states(states: bytes) -> None:
+    """Put generators back into the ``states`` of `random_states`."""
+    of_python, of_numpy, of_torch = loads(states)
+    of_cpu, *of_devices = map(torch.from_numpy, of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_cpu)
+    if of_devices:
+        torch.cuda.set_rng_state_all(of_devices)
 
 
 def seed(number: int) -> None:

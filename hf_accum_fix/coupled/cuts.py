@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +61,16 @@ def cuts_of(model: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Module]
     return found
 
 
+@contextmanager
+def hooked(modules: Mapping[str, nn.Module], does: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Let ``does``, (name, outputs) -> others or None, see what modules return, and replace it."""
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            handle = module.register_forward_hook(lambda _, __, outputs, name=name: does(name, outputs))
+            stack.callback(handle.remove)
+        yield
+
+
 def nearest_to_the_loss(
     model: nn.Module, forward: Callable[[], Tensor], samples: int, without: Collection[str] = ()
 ) -> dict[str, nn.Module]:
@@ -80,10 +90,7 @@ def nearest_to_the_loss(
         if vectors is not None and vectors.grad_fn is not None and len(vectors) == samples:
             made[vectors.grad_fn] = name
 
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            handle = module.register_forward_hook(lambda _, __, outputs, name=name: note(name, outputs))
-            stack.callback(handle.remove)
+    with hooked(modules, note):
         pending, seen, found = [forward().grad_fn], set[Any](), set[str]()
     while pending:
         node = pending.pop()

@@ -17,18 +17,17 @@ Source: the two passes are GradCache's (Gao et al., 2021, arXiv:2101.06983), whi
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.look import errors_of_forward
-from hf_accum_fix.coupled.cuts import vectors_in, with_vectors
+from hf_accum_fix.accumulation.noise import random_states, set_random_states
+from hf_accum_fix.coupled.cuts import hooked, vectors_in, with_vectors
 from hf_accum_fix.errors import ContractError
 
 #: The vectors, or labels, of each micro-batch, by module and call, or by input.
@@ -56,14 +55,14 @@ class WholeWindow:
     micro_batches: int = 0
     compares: bool = True
     drift: Tensor | None = None
-    _states: list[Any] = field(default_factory=list)
+    _states: list[bytes] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
 
     def collect(self, batches: Sequence[Any], forward: Callable[[Any], object]) -> None:
         """Keep the vectors of every micro-batch, by one forward without gradient each, in the order of training."""
         self.kept, self.first, self.micro_batches, self._states = {}, 0, len(batches), []
         for place, batch in enumerate(batches):
-            self._states.append(_random_states())
+            self._states.append(random_states())
             for name, labels in _labels(batch):
                 self.kept.setdefault(f"input {name}", []).append(labels)
             with torch.no_grad(), self._hooked(self._keep), errors_of_forward():
@@ -78,7 +77,7 @@ class WholeWindow:
     @contextmanager
     def micro_batch(self, place: int) -> Iterator[None]:
         """Around the forward of a micro-batch in training, number ``place``: its loss gets the vectors of all."""
-        _set_random_states(self._states[place])
+        set_random_states(self._states[place])
         with self._hooked(lambda key, vectors: self._joined(key, vectors, self.first + place)):
             yield
 
@@ -114,15 +113,12 @@ class WholeWindow:
         """Let ``does`` see, or replace, the vectors that each call of a module returns."""
         self._calls = dict.fromkeys(self.modules, 0)
 
-        def hook(name: str, module: nn.Module, _: Any, outputs: Any) -> Any:
+        def hook(name: str, outputs: Any) -> Any:
             call, self._calls[name] = self._calls[name], self._calls[name] + 1
             vectors = does(f"{name or 'the model'}, call {call + 1}", vectors_in(outputs, name))
             return None if vectors is None else with_vectors(outputs, vectors)
 
-        with ExitStack() as stack:
-            for name, module in self.modules.items():
-                handle = module.register_forward_hook(lambda *given, name=name: hook(name, *given))
-                stack.callback(handle.remove)
+        with hooked(self.modules, hook):
             yield
 
 
@@ -131,17 +127,3 @@ def _labels(batch: Any) -> Iterator[tuple[str, Tensor]]:
     for name, value in batch.items() if isinstance(batch, Mapping) else ():
         if "label" in name and isinstance(value, Tensor) and value.ndim > 0:
             yield name, value
-
-
-def _random_states() -> tuple[Any, ...]:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    of_python, of_numpy, of_torch, of_devices = states
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
-    if of_devices:
-        torch.cuda.set_rng_state_all(of_devices)

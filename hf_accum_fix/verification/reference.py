@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pickle import dumps
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.noise import seed
+from hf_accum_fix.accumulation.noise import random_states, seed
 from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
@@ -416,17 +413,10 @@ def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor
     """Loss and gradient of one batch, and notes; refuse a loss that is random without dropout."""
     inputs = scene.collate(list(rows))
     seed(0)
-    before = _random_state()
+    before = random_states()
     loss = scene.backward(inputs)
-    drew, gradient = _random_state() != before, on_cpu(take(scene.parameters))
+    drew, gradient = random_states() != before, on_cpu(take(scene.parameters))
     return loss, gradient, _refuse_randomness(scene, rows, gradient) if drew else ()
-
-
-def _random_state() -> bytes:
-    """The states of the generators of `seed`; unchanged unless something drew a number."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    of_torch = [each.numpy() for each in (torch.get_rng_state(), *devices)]
-    return dumps((random.getstate(), np.random.get_state(), of_torch))
 
 
 def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:
