@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def apart(self) -> bool:
-        """Whether the parts are parts of the batch; a loss that shows no terms is looked at once, not in parts."""
+        """Whether the parts are parts of the batch."""
         return self.split.apart
 
     @property
