@@ -123,17 +123,16 @@ class AccumulationWindow:
         host, window = self._host, self._counted(model, next(iter(model.parameters())).device)
         part, batch = window.part_of(batch), self._as_its_own(batch)
         contract = part.contract
-        items = window.items_of(batch)
-        batch = batch if host.coupled is None else host.coupled.inputs(batch)
+        inputs = batch if host.coupled is None else host.coupled.inputs(batch)
         with host.around_forward(max(self._begun - 1, 0)):
             if contract.is_read:
                 with capture(contract, host.bare(model)) as captured:
-                    loss, _ = host.forward(model, batch, part.number if contract.hands_number else None)
+                    loss, _ = host.forward(model, inputs, part.number if contract.hands_number else None)
                 weigh = partial(window.weigh, loss, batch, captured, batch)
                 found = host.contained("weighting the loss of a micro-batch", weigh, None)
                 weighed = window.average(loss) if found is None else found
             else:
-                loss, _ = run_by_rule(part, batch, items, partial(host.forward, model))
+                loss, _ = run_by_rule(part, inputs, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
         return self._added(window, weighed)
 

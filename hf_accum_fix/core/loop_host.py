@@ -83,6 +83,7 @@ class LoopHost(Host):
         plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
         self.state.losses.first.contract = plain
         self.router.forget()
+        self.coupled = None
         part = Part(plain, {Items(): self.zero}, len(batches), self.data_ranks, False, engine_divisor(self.accelerator))
         return Window(self, list(batches), WindowCounts(self.zero, [{} for _ in batches], None, [part]))
 

@@ -71,10 +71,7 @@ class CoupledLoss:
                 self._window.kept = {}
         except Exception as caught:
             error = caught
-        if self._window.ranks > 1:
-            self._gather(host, error)
-        elif error is not None:
-            raise error
+        self._gather(host, error)
 
     def _collect(self, host: Host, run: LossRun, batches: Sequence[Any]) -> None:
         window, sharded = self._window, holds_shards(run.model)
@@ -124,11 +121,13 @@ class CoupledLoss:
             )
 
     def _gather(self, host: Host, error: Exception | None) -> None:
-        """Add the vectors of the other ranks, in the order of ranks; what one rank raises is raised on all."""
+        """Add the vectors of the ranks whose samples the loss gets, in order; what one rank raises is raised on all."""
         window = self._window
         assert window is not None
         mine = {key: [(tuple(each.shape), each.dtype) for each in its] for key, its in window.kept.items()}
         every = host.all_of((window.micro_batches if mine else 0, mine), error)
+        if window.ranks == 1:
+            return
         window.first = sum(length for length, _ in every[: host.rank])
         keys, kept = sorted({key for _, its in every for key in its}), Kept()
         for key in keys:
@@ -164,7 +163,8 @@ def _refuse(host: Host, model: nn.Module) -> None:
         )
     if host.world_size != host.data_ranks:
         raise UnsupportedSetupError(
-            "got coupled_loss='exact' and ranks that share samples; expected data-parallel ranks only; leave it out"
+            "got coupled_loss='exact' and ranks that share samples; expected data-parallel ranks only; leave the "
+            "option out"
         )
     if is_compiled(model):
         raise UnsupportedSetupError(

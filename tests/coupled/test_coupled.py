@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows, observations
-from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.coupled.whole_window import WholeWindow
+from hf_accum_fix.errors import ContractError, OptionsError, RankError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
 from tests.backends.rows import fsdp_argument
 from tests.coupled.models import MODELS, Bags, Bare, Coupled, RootOfMean, Towers, _of_numbers
@@ -197,6 +199,29 @@ def test_shards_by_fsdp2(tmp_path: Path) -> None:
         assert relative(change, reference.change) < TOLERANCE
 
 
+def _fails_on_one(folder: str) -> str:
+    """Its second rank's labels cannot be read in the pass that collects."""
+    collect = WholeWindow.collect
+
+    def failing(self: WholeWindow, batches: Any, forward: Any) -> None:
+        if dist.get_rank() == 1:
+            raise ContractError("got a fault; expected none; look here")
+        collect(self, batches, forward)
+
+    WholeWindow.collect = failing  # type: ignore[method-assign]
+    try:
+        _on_a_rank("InfoNCE of one's own", (2, 2), "rank", folder)
+    except (ContractError, RankError) as error:
+        return type(error).__name__
+    return "trained"
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_ends_all(tmp_path: Path) -> None:
+    """Else the others would wait for it in the backward."""
+    assert on_ranks(_fails_on_one, str(tmp_path), patience=60) == ["RankError", "ContractError"]
+
+
 @pytest.mark.slow
 def test_each_rank_alone(tmp_path: Path) -> None:
     """As stock's DDP with one micro-batch: the mean over ranks of the losses of each rank's samples."""
@@ -230,6 +255,27 @@ def test_a_loop_of_ones_own(cut: tuple[int, int]) -> None:
     assert (
         relative({name: each - before[name] for name, each in trainable(model).items()}, reference.change) < TOLERANCE
     )
+
+
+def test_a_loop_goes_on_where_collecting_fails(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+    """As without this package: the mean over micro-batches."""
+    case = MODELS["supervised contrastive"]
+    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, len(case.samples), 2)]
+    reference = case.build()
+    for batch in batches:
+        (reference(**batch)["loss"] / len(batches)).backward()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(WholeWindow, "collect", fails)
+    model = case.build()
+    for window in accumulation_windows(batches, steps=len(batches), coupled_loss="exact", **case.options):
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss(model, batch).backward()
+    found, wanted = ({name: each.grad for name, each in m.named_parameters()} for m in (model, reference))
+    assert relative(found, wanted) < TOLERANCE and len(said("please report")) == 1
 
 
 def test_length_balanced_windows(tmp_path: Path) -> None:
