@@ -95,7 +95,7 @@ class Options:
             "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
         coupled_loss: over which samples a loss that couples them (in-batch negatives) is computed: "micro-batch", its
             own; "rank", those of the window on each rank; "exact", of the window on all ranks; by one more forward.
-        coupled: for coupled_loss, the modules that return one vector per sample; (): those listed for its class, or found.
+        coupled: for coupled_loss, the modules with one vector per sample; (): those listed for its class, or found.
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
         per_sample: train the mean of sample means: every sample has the same weight, however many targets it has;
             off, because stock weights every target equally.
