@@ -67,6 +67,9 @@ class WholeWindowLoss(Protocol):
     def micro_batch(self, place: int) -> AbstractContextManager[None]:
         """Around the forward of a micro-batch in training; ``place``: in its window."""
 
+    def note(self, loss: Tensor) -> None:
+        """What a micro-batch adds to the logged loss, 0-dim."""
+
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""
 

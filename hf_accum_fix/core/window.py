@@ -98,6 +98,8 @@ class Window:
         steps, by_engine = len(self.batches), divided * self.counts.parts[0].engine_divisor
         # New tensors: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
         value = loss.detach() * 1.0 if divided == steps else loss.detach() * divided / steps
+        if self.host.coupled is not None:
+            self.host.coupled.note(value)
         return Weighed(loss * 1.0 if by_engine == steps else loss * by_engine / steps, value)
 
     def add(self, value: Tensor) -> None:

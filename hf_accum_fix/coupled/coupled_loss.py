@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,15 +19,15 @@ from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.coupled.accept import accepted
 from hf_accum_fix.coupled.cuts import cuts_of
-from hf_accum_fix.coupled.whole_window import Kept, WholeWindow
-from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.coupled.whole_window import WholeWindow
+from hf_accum_fix.errors import ContractError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 
 #: How the loss is reduced then.
 CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of all samples of a step")
 
-#: Relative difference of vectors that rounding explains, by bytes of a number.
-_DRIFT = {8: 1e-12, 4: 1e-5}
+#: Relative difference of vectors, and of losses, that rounding explains.
+_ROUNDING = defaultdict(lambda: 5e-2, {torch.float64: 1e-9, torch.float32: 1e-4})
 
 
 def planned(options: Options) -> tuple[CoupledLoss | None, Options]:
@@ -57,11 +58,8 @@ class CoupledLoss:
             UnsupportedSetupError: if the loss cannot be cut, or the gradient is another one.
         """
         if self._window is None:
-            model = host.bare(host.model)
-            _refuse(host, host.model)
-            ranks = host.data_ranks if self._convention == "exact" else 1
-            self._window = WholeWindow(cuts_of(model, self._named), ranks)
-        self._say_drift(host)
+            self._window = WholeWindow({}, host.data_ranks if self._convention == "exact" else 1)
+        self._say_differences(host)
         error: Exception | None = None
         try:
             if batches:
@@ -76,14 +74,22 @@ class CoupledLoss:
     def _collect(self, host: Host, run: LossRun, batches: Sequence[Any]) -> None:
         window, sharded = self._window, holds_shards(run.model)
         assert window is not None
+        if not window.modules:
+            _refuse(host, run.model)
+            window.modules = cuts_of(run.model, self._named, run.others)
         # Where ranks meet in every forward, no rank runs more than another.
+        if sharded and not window.modules:
+            raise UnsupportedSetupError(
+                f"got coupled_loss='exact' for {host.head}, a sharded model without a row in coupled/cuts.py; "
+                "expected the modules that return one vector per sample; name them, as in coupled=('text_projection',)"
+            )
         if not (self._checked or sharded):
             with preserved_state(run.model, *run.others, leave=run.leave):
                 window.modules, shows = accepted(run, batches, window.modules, host.head)
             if not shows:
                 host.warn_inexact(
                     "coupled",
-                    f"{host.head}: two micro-batches joined have other vectors than each alone, or cannot be joined, "
+                    f"{host.head}: two micro-batches joined have other vectors than each alone, or cannot be run, "
                     "so that coupled_loss='exact' was not checked",
                 )
         self._checked = True
@@ -100,24 +106,35 @@ class CoupledLoss:
         assert self._window is not None
         return self._window.inputs(inputs)
 
+    def note(self, loss: Tensor) -> None:
+        """What a micro-batch adds to the logged loss, 0-dim."""
+        if self._window is not None and self._window.compares:
+            self._window.losses.append(loss)
+
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""
         at = [] if self._window is None else [name or "the model" for name in self._window.modules]
         return {"coupled_loss": self._convention, "coupled_at": at}
 
-    def _say_drift(self, host: Host) -> None:
-        """Say once that a module has returned other vectors in the second pass."""
-        assert self._window is not None
-        drift, self._window.drift = self._window.drift, None
-        if drift is None:
+    def _say_differences(self, host: Host) -> None:
+        """Say once that the first window's vectors were others in the second pass, or its losses not all the same."""
+        window = self._window
+        assert window is not None
+        if window.drift is None or not window.losses:
             return
         # Reading waits for the device: once.
-        self._window.compares = False
-        if (times := float(drift)) > _DRIFT.get(drift.element_size(), 5e-2):
+        window.compares, losses, rounding = False, torch.stack(window.losses).double(), _ROUNDING[window.drift.dtype]
+        if (times := float(window.drift)) > rounding:
             host.warn_inexact(
                 "drift",
                 f"{host.head}: a module returned other vectors as it was trained than as they were collected, by "
                 f"{times:.1e} of the largest; its forward may keep a state",
+            )
+        elif (times := float((losses.max() - losses.min()) / losses.abs().max().clamp(min=1e-30))) > rounding:
+            host.warn_inexact(
+                "spread",
+                f"{host.head}: the micro-batches of a window have losses that differ by {times:.1e}, instead of the "
+                "window's; samples reach it past the modules of coupled=, or it draws random numbers behind them",
             )
 
     def _gather(self, host: Host, error: Exception | None) -> None:
@@ -126,31 +143,34 @@ class CoupledLoss:
         assert window is not None
         mine = {key: [(tuple(each.shape), each.dtype) for each in its] for key, its in window.kept.items()}
         every = host.all_of((window.micro_batches if mine else 0, mine), error)
-        if window.ranks == 1:
-            return
-        window.first = sum(length for length, _ in every[: host.rank])
-        keys, kept = sorted({key for _, its in every for key in its}), Kept()
-        for key in keys:
-            shapes = [its.get(key, []) for _, its in every]
-            width, dtype = next((each[0][0][1:], each[0][1]) for each in shapes if each)
-            rows = [sum(shape[0] for shape, _ in each) for each in shapes]
-            longest = max(rows)
-            flat = torch.zeros((longest, *width), dtype=dtype, device=host.device)
-            if rows[host.rank]:
-                flat[: rows[host.rank]] = torch.cat(window.kept[key]).to(host.device)
-            gathered = _gathered(host, flat)
-            kept[key] = []
-            for rank, each in enumerate(shapes):
-                own = gathered[rank * longest : rank * longest + rows[rank]]
-                kept[key] += torch.split(own, [shape[0] for shape, _ in each])
-        window.kept = kept
+        shapes = {
+            key: [its.get(key, []) for _, its in every] for key in sorted({key for _, its in every for key in its})
+        }
+        for key, of_ranks in shapes.items():
+            rows = sorted({f"{[*shape[1:]]} of {dtype}" for each in of_ranks for shape, dtype in each})
+            if len(rows) > 1:
+                raise ContractError(
+                    f"got {key} with rows of {' and '.join(rows)} in one window; expected rows of one shape, which "
+                    "can be concatenated; pad to a fixed length, or name another module in coupled="
+                )
+        if window.ranks > 1:
+            window.first = sum(length for length, _ in every[: host.rank])
+            window.kept = {key: _gathered(host, window.kept.get(key, []), each) for key, each in shapes.items()}
 
 
-def _gathered(host: Host, own: Tensor) -> Tensor:
-    """The rows of every rank, by a sum: each adds its own to zeros."""
-    whole = torch.zeros((host.world_size * len(own), *own.shape[1:]), dtype=own.dtype, device=own.device)
-    whole[host.rank * len(own) : (host.rank + 1) * len(own)] = own
-    return host.summed(whole)
+def _gathered(host: Host, own: Sequence[Tensor], shapes: Sequence[Sequence[tuple[Any, torch.dtype]]]) -> list[Tensor]:
+    """The tensors of every rank in order, by a sum: each adds its own to zeros; ``shapes``: those of every rank."""
+    shape, dtype = next(each[0] for each in shapes if each)
+    lengths = [shape[0] for each in shapes for shape, _ in each]
+    # Bools have no sum.
+    whole = torch.zeros(
+        (sum(lengths), *shape[1:]), dtype=torch.uint8 if dtype == torch.bool else dtype, device=host.device
+    )
+    begun = sum(shape[0] for each in shapes[: host.rank] for shape, _ in each)
+    if own:
+        rows = torch.cat([*own]).to(whole)
+        whole[begun : begun + len(rows)] = rows
+    return [*torch.split(host.summed(whole).to(dtype), lengths)]
 
 
 def _refuse(host: Host, model: nn.Module) -> None:
@@ -166,7 +186,7 @@ def _refuse(host: Host, model: nn.Module) -> None:
             "got coupled_loss='exact' and ranks that share samples; expected data-parallel ranks only; leave the "
             "option out"
         )
-    if is_compiled(model):
+    if is_compiled(host.model):
         raise UnsupportedSetupError(
             "got coupled_loss='exact' and compiled code, which calls no hooks; expected a model that runs eagerly; "
             "leave torch_compile out"

@@ -1,4 +1,4 @@
-"""Where a coupled loss is cut: the modules that return one vector per sample, which only the loss brings together."""
+"""Where a coupled loss is cut: the modules that return a tensor per sample, which only the loss brings together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_accum_fix.errors import UnsupportedSetupError
 _PROJECTIONS = ("text_projection", "visual_projection")
 _TOWERS = ("text_model", "vision_model")
 
-#: By the name of a model's class: its modules that return one vector per sample; "": the model itself.
+#: By the name of a model's class: its modules that return a tensor per sample; "": the model itself.
 CUTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "AltCLIPModel": _PROJECTIONS,
@@ -22,34 +22,44 @@ CUTS: Mapping[str, Sequence[str]] = MappingProxyType(
         "BlipModel": _PROJECTIONS,
         "CLIPModel": _PROJECTIONS,
         "CLIPSegModel": _PROJECTIONS,
+        # A root of a mean over the pixels of all samples.
+        "GLPNForDepthEstimation": ("head",),
         "MetaClip2Model": _PROJECTIONS,
         "OwlViTModel": _PROJECTIONS,
         "Owlv2Model": _PROJECTIONS,
         "Siglip2Model": _TOWERS,
         "SiglipModel": _TOWERS,
         "VisionTextDualEncoderModel": _PROJECTIONS,
-        # sentence-transformers
+        # sentence-transformers; a loss may have a second one as a guide.
         "SentenceTransformer": ("",),
     }
 )
+#: The most numbers of a sample, such as a map of 1024 x 1024; outputs of every token over a vocabulary are above it.
+_MOST = 2**20
 #: The entries of outputs that hold one vector per sample.
 _ENTRIES = ("pooler_output", "sentence_embedding")
 
 
-def cuts_of(model: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Module]:
+def cuts_of(model: nn.Module, named: Sequence[str] = (), beside: Sequence[object] = ()) -> dict[str, nn.Module]:
     """The modules at which the loss of a model is cut, by name; empty: its class has no row, so that they are searched.
 
     Args:
         model: as trained; an adapter may wrap it.
         named: what the user has named: names in the model, or the ends of such names.
+        beside: objects that hold more modules, such as a trainer its loss with a guide model.
 
     Raises:
         UnsupportedSetupError: if a name is no module's, or that of several.
     """
-    modules, found = dict(model.named_modules()), dict[str, nn.Module]()
+    seen, found = set[nn.Module](), dict[str, nn.Module]()
+    modules = dict(model.named_modules(seen))
+    for name, each in [pair for holder in beside for pair in vars(holder).items()]:
+        if isinstance(each, nn.Module):
+            modules.update(each.named_modules(seen, name))
     for name, each in modules.items() if not named else ():
-        if (below := CUTS.get(type(each).__name__)) is not None:
-            return {f"{name}.{part}".strip("."): each.get_submodule(part) for part in below}
+        # FSDP2 makes a class of its own below the model's.
+        for part in next((CUTS[base.__name__] for base in type(each).__mro__ if base.__name__ in CUTS), ()):
+            found[f"{name}.{part}".strip(".")] = each.get_submodule(part)
     for name in named:
         fitting = [each for each in modules if each == name or each.endswith(f".{name}")]
         if len(fitting) != 1:
@@ -87,7 +97,7 @@ def nearest_to_the_loss(
 
     def note(name: str, outputs: Any) -> None:
         vectors = _vectors(outputs)
-        if vectors is not None and vectors.grad_fn is not None and len(vectors) == samples:
+        if vectors is not None and vectors.ndim == 2 and vectors.grad_fn is not None and len(vectors) == samples:
             made[vectors.grad_fn] = name
 
     with hooked(modules, note):
@@ -103,34 +113,28 @@ def nearest_to_the_loss(
 
 
 def vectors_in(outputs: Any, name: str) -> Tensor:
-    """The vectors of the samples in what a module returned, [samples, width].
+    """The vectors of the samples in what a module returned, [samples, width], or maps, [samples, ...].
 
     Raises:
-        UnsupportedSetupError: if it returned anything else.
+        UnsupportedSetupError: if it returned anything else, or more than a million numbers a sample.
     """
-    if (vectors := _vectors(outputs)) is not None:
+    vectors = _vectors(outputs)
+    if vectors is not None and vectors.ndim > 1 and vectors[:1].numel() <= _MOST:
         return vectors
-    found = _held(outputs)
-    if isinstance(found, Tensor):
-        size = f"a tensor of {tuple(found.shape)} ({found.numel() * found.element_size():,} bytes a micro-batch)"
-    else:
-        size = type(outputs).__name__
+    size = type(outputs).__name__
+    if vectors is not None:
+        size = f"a tensor of {tuple(vectors.shape)} ({vectors.numel() * vectors.element_size():,} bytes a micro-batch)"
     raise UnsupportedSetupError(
-        f"got {size} from {name or 'the model'}; expected one vector per sample, [samples, width], or an output with "
-        f"{' or '.join(_ENTRIES)}; name another module in coupled="
+        f"got {size} from {name or 'the model'}; expected a tensor of at most {_MOST:,} numbers per sample, "
+        f"[samples, ...], or an output with {' or '.join(_ENTRIES)}; name another module in coupled="
     )
 
 
-def _held(outputs: Any) -> Any:
-    """The tensor in what a module returned, or the entry that holds the vectors; None: there is none."""
-    if isinstance(outputs, Mapping):
-        return next((outputs[entry] for entry in _ENTRIES if outputs.get(entry) is not None), None)
-    return outputs
-
-
 def _vectors(outputs: Any) -> Tensor | None:
-    found = _held(outputs)
-    return found if isinstance(found, Tensor) and found.ndim == 2 else None
+    """The tensor that a module returned, or the entry of its outputs that holds the vectors; None: there is none."""
+    if isinstance(outputs, Mapping):
+        outputs = next((outputs[entry] for entry in _ENTRIES if outputs.get(entry) is not None), None)
+    return outputs if isinstance(outputs, Tensor) else None
 
 
 def with_vectors(outputs: Any, vectors: Tensor) -> Any:

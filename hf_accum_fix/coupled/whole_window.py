@@ -44,8 +44,9 @@ class WholeWindow:
         kept: of the window: of this rank's micro-batches, or of all ranks' in order.
         first: the place of this rank's first micro-batch among them.
         micro_batches: G, of this rank.
-        compares: the vectors of both passes are compared.
-        drift: the largest difference between them, relative to the largest number; 0-dim; None: not compared.
+        compares: the vectors of both passes are compared, and the losses of its micro-batches.
+        drift: the largest difference of vectors, relative to the largest number; 0-dim; None: not compared.
+        losses: to be compared.
     """
 
     modules: Mapping[str, nn.Module]
@@ -55,6 +56,7 @@ class WholeWindow:
     micro_batches: int = 0
     compares: bool = True
     drift: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list)
     _states: list[bytes] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
 

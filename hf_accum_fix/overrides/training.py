@@ -88,9 +88,19 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield accelerator, "clip_grad_norm_", _clip
     yield trainer, "log", _log
     yield trainer, "_load_callback_state", _resume
+    if session.coupled is not None:
+        yield trainer, "_load_rng_state", _load_random_state
     if session.unfiltered:
         yield trainer, "floating_point_ops", _end_micro_batch
         yield trainer, "_maybe_log_save_evaluate", _end_step
+
+
+def _load_random_state(session: Session, original: Original, *args: Any, **kwargs: Any) -> None:
+    """A checkpoint's random state, which upstream loads after it has fetched a window: the vectors are made anew."""
+    original(*args, **kwargs)
+    window, coupled = session.window, session.coupled
+    if coupled is not None and window is not None and window.done == 0:
+        session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
 
 
 def hand_back(options: Options) -> None:

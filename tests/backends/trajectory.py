@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,31 +164,44 @@ def train(
     if stream:
         # A dispatching loader would have to concatenate ragged samples.
         given |= {"max_steps": len(WINDOWS), "accelerator_config": {"dispatch_batches": False}}
+    with applied(path, **options):
+        return trained_on(
+            backend,
+            lambda: built(head, backend),
+            partial(training_arguments, output, per_device, accumulate, **given),
+            partial(
+                trainer_class or recorder(path),
+                train_dataset=Stream(samples_of(head)) if stream else samples_of(head),
+                data_collator=head.batch,
+            ),
+            device,
+        )
+
+
+def trained_on(
+    backend: Backend,
+    build: Callable[[], nn.Module],
+    arguments: Callable[..., Any],
+    make: Callable[..., Any],
+    device: str = "cpu",
+) -> Trajectory:
+    """Train on a backend what ``build`` makes; ``arguments`` and ``make`` lack the backend's, the model and them."""
     # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
     unset_hf_deepspeed_config()
-    model = built(head, backend)
+    model = build()
     start = trainable(model)
     if backend.load is not None:
         model = backend.load(model)
-    with (
-        variables(backend.environment),
-        offloading_on_a_cpu() if device == "cpu" else contextlib.nullcontext(),
-        applied(path, **options),
-    ):
+    with variables(backend.environment), offloading_on_a_cpu() if device == "cpu" else contextlib.nullcontext():
         if backend.wrapped == DEEPSPEED:
             without_compiling()
-        given |= {"ddp_backend": dist.get_backend(), "use_cpu": device == "cpu"}
-        args = training_arguments(output, per_device, accumulate, **copy.deepcopy({**given, **backend.arguments}))
+        where = {"ddp_backend": dist.get_backend(), "use_cpu": device == "cpu"}
+        args = arguments(**where, **copy.deepcopy(dict(backend.arguments)))
         if backend.wrapped in (FSDP1, FSDP2, TENSOR_PARALLEL):
             # accelerate shards on devices alone; from here on it is its own code, on the CPU.
             args.device  # noqa: B018 - it is set up when it is asked for
             PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device(device))
-        trainer = (trainer_class or recorder(path))(
-            model=model,
-            args=args,
-            train_dataset=Stream(samples_of(head)) if stream else samples_of(head),
-            data_collator=head.batch,
-        )
+        trainer = make(model=model, args=args)
         if backend.prepare is not None:
             backend.prepare(trainer)
         trainer.train()

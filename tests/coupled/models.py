@@ -112,6 +112,17 @@ class RootOfMean(nn.Module):
         return {"loss": (self.encoder(x) - y[:, :3]).square().mean().sqrt()}
 
 
+def _depth() -> nn.Module:
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    sizes = {"hidden_sizes": [8, 8, 8, 8], "depths": [1] * 4, "num_attention_heads": [1] * 4, "mlp_ratios": [2] * 4}
+    model = transformers.GLPNForDepthEstimation(transformers.GLPNConfig(**sizes, **none, decoder_hidden_size=8))
+    for each in model.modules():
+        # As those have it who fine-tune with few samples.
+        if isinstance(each, nn.BatchNorm2d):
+            each.train = lambda mode=True, of=each: nn.Module.train(of, False)  # type: ignore[method-assign]
+    return model.train()
+
+
 class Bare(nn.Module):
     """No module makes a vector of a sample."""
 
@@ -135,6 +146,7 @@ class Coupled:
         given: further arguments of the Trainer.
         loss: of the whole batch; None: the model's.
         tolerance: relative, of the gradient; of float64: sums in another order.
+        stock_ends: with an error by the stock Trainer, which scales a loss in place that its last operation has saved.
     """
 
     make: Callable[[], nn.Module]
@@ -144,6 +156,7 @@ class Coupled:
     given: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     tolerance: float = 1e-12
+    stock_ends: bool = False
 
     def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         torch.manual_seed(0)
@@ -198,6 +211,16 @@ def _of_numbers(classes: int = 0) -> list[dict[str, Tensor]]:
     return [{**row, "labels": torch.tensor(at % classes)} for at, row in enumerate(rows)] if classes else rows
 
 
+def _of_depths() -> list[dict[str, Tensor]]:
+    """Depth maps, with ever more pixels that were not measured."""
+    g = torch.Generator().manual_seed(4)
+    pixels = torch.randn(SAMPLES, 3, 32, 32, generator=g, dtype=torch.float64)
+    depths = 9 * torch.rand(SAMPLES, 32, 32, generator=g, dtype=torch.float64)
+    for at, each in enumerate(depths):
+        each[: 3 * at] = 0.0
+    return [{"pixel_values": each, "labels": depth} for each, depth in zip(pixels, depths, strict=True)]
+
+
 _RETURNS = {"return_loss": True}
 _OWN = {"coupled": ("one", "other")}
 
@@ -214,9 +237,13 @@ MODELS: Mapping[str, Coupled] = {
     # It resizes its positions in float32.
     "Siglip2": Coupled(_pair("Siglip2", {"projection_size": 16}), _of_patches(), _RETURNS, tolerance=1e-8),
     "VisionTextDualEncoder": Coupled(_dual, _of_texts(), _RETURNS),
+    "GLPN, BatchNorm frozen": Coupled(_depth, _of_depths(), stock_ends=True),
     "InfoNCE of one's own": Coupled(Towers, _of_numbers(), options=_OWN),
     "InfoNCE of one's own, found": Coupled(Towers, _of_numbers()),
     "supervised contrastive": Coupled(Supervised, _of_numbers(3), options=_OWN),
+    "two classes by a flag": Coupled(
+        Supervised, [{**row, "labels": row["labels"] > 0} for row in _of_numbers(2)], options=_OWN
+    ),
     "supervised, by a compute_loss_func": Coupled(
         Supervised,
         _of_numbers(3),

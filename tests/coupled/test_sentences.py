@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,17 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.slow
 
 SPLITS = ((4, 2), (2, 4), (3, 3), (1, 8))
+
+
+def guided(losses: Any, model: Any) -> Any:
+    """Negatives that a second model calls too similar are left out."""
+    torch.manual_seed(1)
+    guide = copy.deepcopy(model)
+    for each in guide.parameters():
+        each.data += 0.1 * torch.randn_like(each)
+    return losses.GISTEmbedLoss(model, guide)
+
+
 #: By name: what makes the loss of a model.
 LOSSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "MNRL": ("in-batch negatives", lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
@@ -32,6 +44,7 @@ LOSSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
         "in-batch negatives",
         lambda losses, model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
     ),
+    "GIST": ("in-batch negatives", guided),
 }
 
 

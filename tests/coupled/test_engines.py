@@ -1,0 +1,122 @@
+"""Coupled losses through the engines that shard, a loss scaler, and an interrupted run."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix import accumulation_windows
+from hf_accum_fix.coupled import cuts
+from hf_accum_fix.errors import UnsupportedSetupError
+from tests.backends.rows import BACKENDS
+from tests.backends.trajectory import Trajectory, trained_on
+from tests.coupled.models import MODELS
+from tests.numerics.parity import StockRecorder, applied, relative, step_along, training_arguments
+from tests.ranks import on_ranks
+
+#: Of one step, whose gradient is a sum of 8 x 8 products in another order.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 4e-6}
+#: SigLIP, whose temperature is no scalar, which FSDP does not take; the towers' layers are its units.
+ROWS = [
+    *("ddp", "fsdp1-argument", "fsdp2-argument", "fsdp2-argument-offloaded"),
+    *(f"deepspeed-zero-{stage}" for stage in range(4)),
+]
+
+
+def _on_a_rank(row: str, path: str, folder: str) -> Trajectory:
+    backend, case = BACKENDS[row], MODELS["SigLIP"]
+    if "fsdp_config" in backend.arguments:
+        # By its own list, accelerate shards the embedding within a unit twice, and ends (FSDP2).
+        units = {**backend.arguments["fsdp_config"], "transformer_layer_cls_to_wrap": "SiglipEncoderLayer"}
+        backend = dataclasses.replace(backend, arguments={**backend.arguments, "fsdp_config": units})
+    samples = [
+        {key: each.to(backend.dtype) if each.is_floating_point() else each for key, each in sample.items()}
+        for sample in case.samples
+    ]
+    with applied(path, coupled_loss="exact"):
+        return trained_on(
+            backend,
+            lambda: case.build(backend.dtype),
+            partial(training_arguments, Path(folder), 2, 2, max_grad_norm=1e30),
+            partial(StockRecorder, train_dataset=samples, data_collator=case.batch),
+        )
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=BACKENDS[row].mark) for row in ROWS])
+def test_shards(row: str, tmp_path: Path) -> None:
+    case, backend = MODELS["SigLIP"], BACKENDS[row]
+    reference = step_along(model := case.build(), case.full(model))
+    for ours in on_ranks(_on_a_rank, row, "apply", str(tmp_path)):
+        assert relative(ours.change, reference.change) < TOLERANCES[backend.dtype]
+        assert ours.losses in ([], [pytest.approx(reference.loss, rel=1e-6)])
+        assert ours.norms in ([], [pytest.approx(reference.norm, rel=1e-5)])
+    stock, _ = on_ranks(_on_a_rank, row, "stock", str(tmp_path))
+    assert relative(stock.change, reference.change) > 0.05
+
+
+@pytest.mark.slow
+def test_a_sharded_model_without_a_row_has_to_be_named(tmp_path: Path) -> None:
+    assert all("a sharded model without a row" in refused for refused in on_ranks(_refused, str(tmp_path)))
+
+
+def _refused(folder: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "CUTS", {})
+        try:
+            _on_a_rank("fsdp2-argument", "apply", folder)
+        except UnsupportedSetupError as error:
+            return str(error)
+    return "trained"
+
+
+def test_a_loss_scaler() -> None:
+    """Before the optimizer steps it divides by what it has multiplied the loss with."""
+    case = MODELS["supervised contrastive"]
+    reference = step_along(model := case.build(), case.full(model))
+    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, 8, 2)]
+    model = case.build()
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for window in accumulation_windows(batches, steps=4, coupled_loss="exact", **case.options):
+        for batch in window:
+            with window.micro_batch(model):
+                scaler.scale(window.loss(model, batch)).backward()
+        scaler.step(optimizer)
+    change = {name: each.detach() - before[name] for name, each in model.named_parameters()}
+    assert relative(change, reference.change) < 1e-12
+
+
+def _run(folder: Path, dropout: float, **given: Any) -> tuple[nn.Module, list[float]]:
+    """Three windows of four samples, again and again over the eight."""
+    from tests.coupled.models import Towers
+
+    case = MODELS["InfoNCE of one's own, found"]
+    torch.manual_seed(0)
+    model = Towers(dropout=dropout).double()
+    checkpoint = given.pop("checkpoint", None)
+    with applied("apply", coupled_loss="exact"):
+        arguments = {"max_steps": 3, "learning_rate": 0.05, "save_strategy": "steps", "save_steps": 1, **given}
+        args = training_arguments(folder, 2, 2, **arguments)
+        trainer = StockRecorder(model=model, args=args, train_dataset=list(case.samples), data_collator=case.batch)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer.model, [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_run_goes_on_from_a_checkpoint(dropout: float, tmp_path: Path) -> None:
+    """In the middle of an epoch; its cut is searched anew."""
+    uncut, losses = _run(tmp_path / "uncut", dropout)
+    resumed, others = _run(tmp_path / "cut", dropout, checkpoint=str(tmp_path / "uncut" / "checkpoint-1"))
+    assert len(losses) == 3 and others == losses
+
+    def weights(model: nn.Module) -> dict[str, Tensor]:
+        return {name: each.detach() for name, each in model.named_parameters()}
+
+    assert relative(weights(resumed), weights(uncut)) == 0.0
