@@ -61,7 +61,7 @@ def cuts_of(model: nn.Module, named: Sequence[str] = (), beside: Sequence[object
         for part in next((CUTS[base.__name__] for base in type(each).__mro__ if base.__name__ in CUTS), ()):
             found[f"{name}.{part}".strip(".")] = each.get_submodule(part)
     for name in named:
-        fitting = [each for each in modules if each == name or each.endswith(f".{name}")]
+        fitting = [name] if name in modules else [each for each in modules if each.endswith(f".{name}")]
         if len(fitting) != 1:
             raise UnsupportedSetupError(
                 f"got coupled={name!r}, which names {len(fitting)} modules of {type(model).__name__}; expected one; "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows, observations
 from hf_accum_fix.coupled import accept
+from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import ContractError, OptionsError, RankError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
@@ -203,6 +204,13 @@ def test_rows_of_several_shapes_are_refused(tmp_path: Path) -> None:
     case = Ragged(Reads, rows, options={"coupled": ("one", "other")})
     with pytest.raises(ContractError, match="rows of"):
         case.train("apply", (2, 4), tmp_path)
+
+
+def test_a_whole_name_is_one_modules() -> None:
+    """A module below it may end with the same."""
+    model = nn.ModuleDict({"encoder": nn.ModuleDict({"bert": nn.ModuleDict({"encoder": nn.Linear(2, 2)})})})
+    assert cuts_of(model, ["encoder"]) == {"encoder": model["encoder"]}
+    assert list(cuts_of(model, ["bert.encoder"])) == ["encoder.bert.encoder"]
 
 
 def test_what_weights_samples_does_not_go_with_it() -> None:
