@@ -458,14 +458,6 @@ def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_context_parallelism_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
-    # 5.10 and later ask the trainer, earlier releases know accelerate's config alone.
-    monkeypatch.setattr(trainer, "get_cp_size", lambda: 2, raising=False)
-    with pytest.raises(UnsupportedSetupError, match=r"cp_size=2.*tensor and sequence parallelism are supported"):
-        trainer.train()
-
-
 @pytest.mark.parametrize(
     ("what", "held", "options"),
     [

@@ -12,7 +12,9 @@ and removed ``labels``; ``deepspeed_sp_compute_loss`` (transformers) puts them b
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
@@ -42,19 +44,15 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
         name: of the trainer.
         sizes: ranks of a sample by axis, "cp" and "sp".
         options: of the training.
-        func: a ``compute_loss_func`` makes its loss, which stock ignores under sequence parallelism.
-        smooths: a label smoother does, which stock ignores as well.
+        func: a ``compute_loss_func`` makes its loss, which stock ignores under sequence parallelism, and hands labels
+            that were not shifted under context parallelism.
+        smooths: a label smoother does, with which stock does the same.
 
     Raises:
         UnsupportedSetupError: if it asks for one of these.
     """
-    if (size := sizes.get("cp", 1)) > 1:
-        raise UnsupportedSetupError(
-            f"{name}: got context parallelism (cp_size={size}), which cuts samples only inside of training_step; "
-            "expected samples that are whole, or cut by sequence parallelism; remove cp_size from parallelism_config "
-            "(data, tensor and sequence parallelism are supported)"
-        )
-    if (size := sizes.get("sp", 1)) == 1:
+    axis, size = next(((axis, size) for axis, size in sizes.items() if size > 1), ("", 1))
+    if size == 1:
         return
     asked = {
         "compute_loss_func": func,
@@ -67,14 +65,39 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
     }
     if found := [what for what, is_asked in asked.items() if is_asked]:
         raise UnsupportedSetupError(
-            f"{name}: got {' and '.join(found)} with samples that are cut over ranks (sp_size={size}); expected whole "
-            "samples for that; omit it, or remove sp_size from parallelism_config"
+            f"{name}: got {' and '.join(found)} with samples that are cut over ranks ({axis}_size={size}); expected "
+            f"whole samples for that; omit it, or remove {axis}_size from parallelism_config"
         )
 
 
 def is_cut(accelerator: AcceleratorLike | None) -> bool:
     """Whether several ranks hold a part of each sample."""
-    return (getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1) or 1) > 1
+    config = getattr(accelerator, "parallelism_config", None)
+    return any((getattr(config, size, 1) or 1) > 1 for size in ("cp_size", "sp_size"))
+
+
+def cut_whole(prepare: Callable[..., Any], model: nn.Module, batch: Any) -> bool:
+    """Cut a micro-batch along its sequence, in place, if upstream would within its step; whether it did.
+
+    ``prepare``: ``Trainer._prepare_context_parallel_inputs`` (5.0.0 on): (model, inputs) -> (context, inputs).
+    """
+    context, _ = prepare(model, batch)
+    if context is nullcontext:
+        return False
+    # Upstream leaves its tensors cut behind it.
+    with context():
+        return True
+
+
+def over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which attention of a cut micro-batch is over all ranks that hold a part.
+
+    What it asks to cut is a tensor of the whole length that nobody reads.
+    """
+    rows, length = batch["input_ids"].shape
+    unread = torch.empty(rows, length * accelerator.parallelism_config.cp_size, device=batch["input_ids"].device)
+    cut = {"buffers": [unread], "buffer_seq_dims": [1], "no_restore_buffers": {unread}}
+    return partial(accelerator.maybe_context_parallel, **cut)
 
 
 def complete_shard(batch: Any) -> None:

@@ -29,7 +29,7 @@ from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, is_cut, measured_divisor
+from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, cut_whole, is_cut, measured_divisor, over_ranks
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
@@ -67,6 +67,7 @@ class Session(Host):
         unfiltered: losses that are not finite are logged, which upstream's filter would replace.
         logged: the loss was logged in this step.
         cuts_samples: several ranks hold a part of each sample.
+        context_parallel: its step would cut them.
         over_ranks: what the engine divides the sum over W ranks by, of W; None: not measured.
     """
 
@@ -85,6 +86,7 @@ class Session(Host):
     unfiltered = False
     logged = False
     cuts_samples = False
+    context_parallel = False
     over_ranks: float | None = None
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
@@ -94,6 +96,7 @@ class Session(Host):
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
         self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
         self.cuts_samples = is_cut(trainer.accelerator)
+        self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1
         self.replaced_step = facts_of.replaced_step(trainer)
 
     @property
@@ -172,6 +175,8 @@ class Session(Host):
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
         if self.cuts_samples:
             for each in batches:
+                if self.context_parallel:
+                    cut_whole(self.trainer._prepare_context_parallel_inputs, self.trainer.model_wrapped, each)
                 complete_shard(each)
             if self.over_ranks is None:
                 measured = partial(measured_divisor, self.accelerator, self.data_ranks)
@@ -260,6 +265,8 @@ class Session(Host):
             if custom != self.loss_of_step:
                 inputs = self.trainer._prepare_inputs(inputs)
                 stack.enter_context(self.trainer.compute_loss_context_manager())
+            if self.context_parallel:
+                stack.enter_context(over_ranks(self.accelerator, inputs)())
             if custom is None:
                 return base(model, inputs, number)
             stack.enter_context(overridden(self, "base_loss", base))

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
-from hf_accum_fix.engines.sample_shards import check_shards
+from hf_accum_fix.engines.sample_shards import check_shards, over_ranks
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
@@ -88,6 +88,8 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield accelerator, "clip_grad_norm_", _clip
     yield trainer, "log", _log
     yield trainer, "_load_callback_state", _resume
+    if session.context_parallel:
+        yield trainer, "_prepare_context_parallel_inputs", _not_cut_again
     if session.coupled is not None:
         yield trainer, "_load_rng_state", _load_random_state
     if session.unfiltered:
@@ -101,6 +103,14 @@ def _load_random_state(session: Session, original: Original, *args: Any, **kwarg
     window, coupled = session.window, session.coupled
     if coupled is not None and window is not None and window.done == 0:
         session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
+
+
+def _not_cut_again(session: Session, original: Original, model: nn.Module, inputs: Any) -> Any:
+    """A step gets samples that were cut as their window was counted."""
+    batches = [] if session.window is None else session.window.batches
+    if any(inputs["input_ids"] is each["input_ids"] for each in batches):
+        return over_ranks(session.trainer.accelerator, inputs), inputs
+    return original(model, inputs)
 
 
 def hand_back(options: Options) -> None:

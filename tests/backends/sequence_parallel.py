@@ -1,24 +1,33 @@
-"""Two steps of a small Llama whose samples are cut over two ranks, beside float64 SGD over the global batches."""
+"""Two steps of a small Llama whose samples are cut over two ranks, beside float64 SGD over the global batches.
+
+By DeepSpeed's Ulysses, or by accelerate's context parallelism, whose attention needs a GPU; here another one takes its
+place, which gathers keys and values of all ranks. Everything but that kernel is the real path.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate import ParallelismConfig
+import torch.distributed as dist
+from accelerate import ParallelismConfig, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from hf_accum_fix import observations
-from tests.backends.rows import DEEPSPEED, LAUNCHED_DEEPSPEED, Backend, zero
+from tests.backends.rows import DEEPSPEED, FSDP2, LAUNCHED_DEEPSPEED, Backend, launched_fsdp, zero
 from tests.backends.trajectory import furthest, gathered, variables, without_compiling
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
 
@@ -78,9 +87,12 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens, attn_implementation="sdpa"))
 
 
-def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: int) -> list[Any]:
-    """The samples of a global batch: each rank loads its own, and shares them with the other one in turn."""
+def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: int, each_loads: bool) -> list[Any]:
+    """The samples of a global batch: each rank loads its own, and shares them in turn, or both load the same."""
     (b, steps), found = split, []
+    if not each_loads:
+        size = b * steps * ranks // CUT
+        return list(rows[window * size : (window + 1) * size])
     for group in range(ranks // CUT):
         for at in range(window * steps, (window + 1) * steps):
             batch = at // CUT * ranks + group * CUT + at % CUT
@@ -103,7 +115,7 @@ def plain_sgd(
         losses.append(float(loss.detach()))
         norms.append(float(nn.utils.clip_grad_norm_(exact.parameters(), max_norm)))
         with torch.no_grad():
-            for parameter in exact.parameters():
+            for parameter in (each for each in exact.parameters() if each.grad is not None):
                 parameter -= RATE * parameter.grad
     return moved(exact, start), losses, norms
 
@@ -154,6 +166,88 @@ def under_ulysses(
             unset_hf_deepspeed_config()
 
 
+def under_context(
+    ranks: int,
+    split: tuple[int, int],
+    path: str,
+    max_norm: float = UNCLIPPED,
+    targets: Sequence[tuple[int, int]] = RAGGED,
+    *,
+    hands_number: bool = True,
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Cut:
+    """Two steps by the Trainer under context parallelism; ``hands_number``: the model takes num_items_in_batch."""
+    model = adapt(llama())
+    model.accepts_loss_kwargs = hands_number  # type: ignore[assignment]
+    sizes = {"cp_size": CUT, "dp_replicate_size": 1, "dp_shard_size": ranks // CUT}
+    attention = OverRanks()
+    backend = Backend("", FSDP2, prepare=attention.over)
+    launched = launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")
+    with variables(launched), applied(path, **options), attention.installed():
+        given = {"parallelism_config": ParallelismConfig(**sizes), **arguments}
+        return stepped(model, ranks, split, path, max_norm, targets, backend, given)
+
+
+class OverRanks:
+    """Attention of a part of each sample to all of it: softmax(q k' / sqrt(d)) v over the keys of all ranks."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.places: Tensor | None = None
+        self.of_one: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def over(self, trainer: Any) -> None:
+        self.group = trainer.accelerator.torch_device_mesh["cp"].get_group()
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any
+    ) -> tuple[Tensor, None]:
+        if self.group is None:
+            # The reference's samples are whole.
+            return self.of_one(module, q, k, v, *_, **given)  # type: ignore[no-any-return]
+        assert self.places is not None
+        keys, values = (Gathered.apply(each, self.group) for each in (k, v))
+        every = [torch.empty_like(self.places) for _ in range(CUT)]
+        dist.all_gather(every, self.places.contiguous(), group=self.group)
+        later = torch.cat(every, -1)[:, None, None, :] > self.places[:, None, :, None]
+        scores = (q @ keys.transpose(-1, -2) * given["scaling"]).masked_fill(later, -torch.inf)
+        return (scores.softmax(-1) @ values).transpose(1, 2).contiguous(), None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        forward = LlamaModel.forward
+
+        @functools.wraps(forward)
+        def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.places = kwargs["position_ids"]
+            return forward(model, *args, **kwargs)
+
+        LlamaModel.forward, ALL_ATTENTION_FUNCTIONS["sdpa"] = noting, self  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            LlamaModel.forward, ALL_ATTENTION_FUNCTIONS["sdpa"] = forward, self.of_one  # type: ignore[method-assign]
+
+
+class Gathered(torch.autograd.Function):
+    """What the ranks hold, in a row along the sequence; the gradient of each part is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        every = [torch.empty_like(own) for _ in range(CUT)]
+        dist.all_gather(every, own.contiguous(), group=group)
+        return torch.cat(every, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        whole = grads[0].contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.chunk(CUT, 2)[dist.get_rank(ctx.group)].contiguous(), None
+
+
 def stepped(
     model: nn.Module,
     ranks: int,
@@ -167,12 +261,18 @@ def stepped(
     """Two steps of a model; ``arguments``: of TrainingArguments."""
     b, steps = split
     rows = samples(targets, 3 * ranks * b * steps)
-    windows = [of_window(rows, ranks, split, window) for window in range(2)]
+    windows = [of_window(rows, ranks, split, window, backend.wrapped == DEEPSPEED) for window in range(2)]
     change, losses, norms = plain_sgd(model, windows, max_norm)
     start = trainable(model)
     given = {"ddp_backend": "gloo", "max_grad_norm": max_norm, "max_steps": 2, "learning_rate": RATE, **arguments}
     args = training_arguments(Path(tempfile.gettempdir()) / "cut", *split, **given)
+    if backend.wrapped == FSDP2:
+        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
+        args.device  # noqa: B018 - it is set up when it is asked for
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
     trainer = recorder(path)(model=model, args=args, train_dataset=rows, data_collator=stacked)
+    if backend.prepare is not None:
+        backend.prepare(trainer)
     trainer.train()
     end = gathered(trainer.model_wrapped, backend)
     found = {name: (end[name] - start[name]).double() for name in start}
