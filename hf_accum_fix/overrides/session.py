@@ -35,7 +35,7 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
-from hf_accum_fix.upstream.seams import VERIFY
+from hf_accum_fix.upstream.seams import CUTS, VERIFY
 
 #: The trainer's attribute for its session.
 SESSION = "_hf_accum_fix_session"
@@ -96,7 +96,7 @@ class Session(Host):
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
         self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
         self.cuts_samples = is_cut(trainer.accelerator)
-        self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1
+        self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
         self.replaced_step = facts_of.replaced_step(trainer)
 
     @property
@@ -176,7 +176,7 @@ class Session(Host):
         if self.cuts_samples:
             for each in batches:
                 if self.context_parallel:
-                    cut_whole(self.trainer._prepare_context_parallel_inputs, self.trainer.model_wrapped, each)
+                    cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
                 complete_shard(each)
             if self.over_ranks is None:
                 measured = partial(measured_divisor, self.accelerator, self.data_ranks)

@@ -26,7 +26,7 @@ from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Sessi
 from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.upstream.seams import LOSS_LOG
+from hf_accum_fix.upstream.seams import CUTS, LOSS_LOG
 
 #: Name in the log of the number of exact windows, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
@@ -89,7 +89,7 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield trainer, "log", _log
     yield trainer, "_load_callback_state", _resume
     if session.context_parallel:
-        yield trainer, "_prepare_context_parallel_inputs", _not_cut_again
+        yield trainer, CUTS, _not_cut_again
     if session.coupled is not None:
         yield trainer, "_load_rng_state", _load_random_state
     if session.unfiltered:

@@ -122,7 +122,8 @@ DISPATCHER: Final = "accelerate.data_loader:DataLoaderDispatcher"
 _STEPS: Final = "current_gradient_accumulation_steps"
 LOSS_LOG: Final = "logging losses that are not finite"
 VERIFY: Final = "verify()"
-
+CUTS: Final = "_prepare_context_parallel_inputs"
+"""Cuts the samples of a micro-batch within its step, under context parallelism."""
 
 # since and until come from the sources of TESTED_RELEASES, and of accelerate 0.26.0 to 1.15.0.
 _ROWS: Final = (
@@ -137,6 +138,7 @@ _ROWS: Final = (
     Attribute(TRAINER, "use_apex", "refuse apex", seen="object", until="5.0.0"),
     Attribute(TRAINER, "get_tp_size", "count data-parallel ranks", since="4.53.0"),
     Attribute(TRAINER, "get_cp_size get_sp_size", "see which ranks share samples", since="5.0.0"),
+    Attribute(TRAINER, CUTS, "cut samples as they are counted", off="context parallelism", since="4.56.0"),
     Attribute(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
     Attribute(
         TRAINER, "_train_batch_size", "see what a loss divides by", off="recognising the batch size", seen="object"
