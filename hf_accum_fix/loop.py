@@ -42,6 +42,7 @@ from hf_accum_fix.core.window import Window
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import reducing
+from hf_accum_fix.engines.sample_shards import check_shards
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import options_from, shows_options
 from hf_accum_fix.upstream.presence import require_accelerator
@@ -195,8 +196,9 @@ class AccumulationWindow:
             host.contained("reporting a loss", partial(host.record, contract, len(self)), None)
             logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world_size)
         window.add(weighed.value)
-        self._backward.expect(weighed.loss)
-        return weighed.loss
+        loss = weighed.loss if host.over_ranks in (None, 1.0) else weighed.loss * host.over_ranks
+        self._backward.expect(loss)
+        return loss
 
     def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""
@@ -305,7 +307,7 @@ def accumulation_windows(
         SeamError: if the accelerator lacks an attribute that is used.
         OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
             invalid or has no meaning in a loop.
-        UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
+        UnsupportedSetupError: if the accelerator's ranks split samples (tensor or context parallelism), or
             repeated samples are to be dropped and cannot be recognised.
     """
     if steps is None and accelerator is None:
@@ -316,9 +318,13 @@ def accumulation_windows(
         raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
     config = getattr(accelerator, "parallelism_config", None)
     split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
-    if any(size > 1 for size in split.values()):
-        raise UnsupportedSetupError(f"got ranks that split samples {split}; expected data-parallel ranks only")
-    coupled, given = planned(options_from(options, of_loops=True))
+    if split["tp"] * split["cp"] > 1:
+        raise UnsupportedSetupError(
+            f"got ranks that split samples {split}; expected data-parallel ranks, or those of sequence parallelism"
+        )
+    given = options_from(options, of_loops=True)
+    check_shards("accumulation_windows", {"sp": split["sp"]}, given, func=False, smooths=False)
+    coupled, given = planned(given)
     host = LoopHost(accelerator, steps, given)
     host.coupled = coupled
     windows = AccumulationWindows(dataloader, host)

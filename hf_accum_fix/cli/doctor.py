@@ -21,7 +21,7 @@ from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.reporting import Report, loss_of, off_by, versions, wrapped
-from hf_accum_fix.upstream.defects import DEFECTS, LIMIT
+from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Factor
 from hf_accum_fix.upstream.engine_defects import EngineDefect, installed_engine_defects
 from hf_accum_fix.upstream.environment import parsed
 from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_of
@@ -277,6 +277,9 @@ def to_text(diagnosis: Diagnosis) -> str:
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
+    for defect in (decision.defect for decision in report.present if diagnosis.verdict is Verdict.DEFECTS):
+        if Factor.SHARERS in defect.factors:
+            lines.append(f"sequence parallelism, gradient x {defect.gradient}: hf-accum-fix explain {defect.name}")
     lines.append(f"in every release ({LIMIT.owner}): hf-accum-fix explain {LIMIT.name}")
     lines += [f"{about}: hf-accum-fix explain {row.name}" for about, row in _engines()]
     if not diagnosis.head:

@@ -23,6 +23,7 @@ from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
+from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor
 from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
@@ -96,6 +97,7 @@ class Host(ABC):
         has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
         scales_itself: the trainer declares that it divides its loss by the accumulation steps.
         device: of the counts.
+        over_ranks: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Host(ABC):
     scales_itself = False
     device: torch.device
     coupled: WholeWindowLoss | None = None
+    over_ranks: float | None = None
 
     def __init__(self, options: Options) -> None:
         self.options, self.state = options, TrainingState()
@@ -117,6 +120,22 @@ class Host(ABC):
         self.repeated: dict[str, Any] = {}
         self.warned: set[str] = set()
         self.passes_number = False
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether several ranks hold a part of each sample."""
+        return is_cut(self.accelerator)
+
+    def complete_shards(self, batches: Sequence[Any]) -> None:
+        """Before a window of cut samples is counted: give it its labels, and find what the engine divides by."""
+        if not self.cuts_samples:
+            return
+        for each in batches:
+            complete_shard(each)
+        if self.over_ranks is None:
+            measured = partial(measured_divisor, self.accelerator, self.data_ranks)
+            divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
+            self.over_ranks = divisor / self.data_ranks
 
     @property
     @abstractmethod
@@ -203,6 +222,7 @@ class Host(ABC):
         """Facts about any training, and ``more`` of this host's; ``bare``: the model without wrappers."""
         return Setting(
             handed=handed,
+            is_cut=self.cuts_samples,
             hands_number=hands_number,
             steps=self.steps,
             world_size=self.data_ranks,

@@ -77,6 +77,7 @@ class LoopHost(Host):
             on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
             usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             self.device, self._is_placed = device or usual, device is not None
+        self.complete_shards(batches)
         if (window := open_unless_aside(self, batches)) is not None:
             return window
         # The mean over its micro-batches, as a loop has it without this package.

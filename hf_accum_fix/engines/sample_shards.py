@@ -89,7 +89,7 @@ def cut_whole(prepare: Callable[..., Any], model: nn.Module, batch: Any) -> bool
         return True
 
 
-def over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
+def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
     """The context in which attention of a cut micro-batch is over all ranks that hold a part.
 
     What it asks to cut is a tensor of the whole length that nobody reads.

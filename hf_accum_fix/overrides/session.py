@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -29,7 +28,7 @@ from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, cut_whole, is_cut, measured_divisor, over_ranks
+from hf_accum_fix.engines.sample_shards import SHIFTED, attention_over_ranks, cut_whole
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
@@ -66,9 +65,7 @@ class Session(Host):
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         unfiltered: losses that are not finite are logged, which upstream's filter would replace.
         logged: the loss was logged in this step.
-        cuts_samples: several ranks hold a part of each sample.
-        context_parallel: its step would cut them.
-        over_ranks: what the engine divides the sum over W ranks by, of W; None: not measured.
+        context_parallel: its step would cut samples.
     """
 
     accelerator: AcceleratorLike
@@ -85,9 +82,7 @@ class Session(Host):
     refused: AccumFixError | None = None
     unfiltered = False
     logged = False
-    cuts_samples = False
     context_parallel = False
-    over_ranks: float | None = None
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)
@@ -95,7 +90,6 @@ class Session(Host):
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
         self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
-        self.cuts_samples = is_cut(trainer.accelerator)
         self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
         self.replaced_step = facts_of.replaced_step(trainer)
 
@@ -173,15 +167,9 @@ class Session(Host):
     def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window | None:
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
-        if self.cuts_samples:
-            for each in batches:
-                if self.context_parallel:
-                    cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
-                complete_shard(each)
-            if self.over_ranks is None:
-                measured = partial(measured_divisor, self.accelerator, self.data_ranks)
-                divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
-                self.over_ranks = divisor / self.data_ranks
+        for each in batches if self.context_parallel else ():
+            cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
+        self.complete_shards(batches)
         self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
@@ -266,7 +254,7 @@ class Session(Host):
                 inputs = self.trainer._prepare_inputs(inputs)
                 stack.enter_context(self.trainer.compute_loss_context_manager())
             if self.context_parallel:
-                stack.enter_context(over_ranks(self.accelerator, inputs)())
+                stack.enter_context(attention_over_ranks(self.accelerator, inputs)())
             if custom is None:
                 return base(model, inputs, number)
             stack.enter_context(overridden(self, "base_loss", base))
@@ -359,7 +347,6 @@ class Session(Host):
             custom=compute_loss is not None,
             func=func is not None,
             multiplies=facts_of.averages_tokens(trainer),
-            is_cut=self.cuts_samples,
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
             upstream_number=None if number is None else float(number),
         )

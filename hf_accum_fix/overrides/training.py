@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
-from hf_accum_fix.engines.sample_shards import check_shards, over_ranks
+from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
@@ -109,7 +109,7 @@ def _not_cut_again(session: Session, original: Original, model: nn.Module, input
     """A step gets samples that were cut as their window was counted."""
     batches = [] if session.window is None else session.window.batches
     if any(inputs["input_ids"] is each["input_ids"] for each in batches):
-        return over_ranks(session.trainer.accelerator, inputs), inputs
+        return attention_over_ranks(session.trainer.accelerator, inputs), inputs
     return original(model, inputs)
 
 

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from hf_accum_fix import observations
+from hf_accum_fix import accumulation_windows, observations
 from tests.backends.rows import DEEPSPEED, FSDP2, LAUNCHED_DEEPSPEED, Backend, launched_fsdp, zero
 from tests.backends.trajectory import furthest, gathered, variables, without_compiling
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
@@ -87,6 +88,14 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens, attn_implementation="sdpa"))
 
 
+def lora(model: nn.Module) -> nn.Module:
+    """Adapters that are not zero, and nothing else that is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=4)
+    return get_peft_model(model, adapted)  # type: ignore[arg-type]
+
+
 def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: int, each_loads: bool) -> list[Any]:
     """The samples of a global batch: each rank loads its own, and shares them in turn, or both load the same."""
     (b, steps), found = split, []
@@ -136,6 +145,7 @@ def registered() -> Iterator[None]:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    without_compiling()
     deepspeed.init_distributed("gloo")
     try:
         yield
@@ -151,19 +161,67 @@ def under_ulysses(
     path: str,
     max_norm: float = UNCLIPPED,
     targets: Sequence[tuple[int, int]] = RAGGED,
+    *,
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Cut:
-    """Two steps by the Trainer under DeepSpeed's sequence parallelism; ``split``: b and G; ``options``: of apply()."""
+    """Two steps by the Trainer under DeepSpeed's sequence parallelism.
+
+    ``split``: b and G; ``adapt``: what is made of the model; ``arguments``: of TrainingArguments; ``options``: of
+    apply().
+    """
     # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
     unset_hf_deepspeed_config()
-    model = llama()
+    model = adapt(llama())
     with variables(LAUNCHED_DEEPSPEED), applied(path, **options), registered():
-        without_compiling()
-        arguments = {**zero(stage), **ulysses(ranks)}
+        given = {**zero(stage), **ulysses(ranks), **arguments}
         try:
-            return stepped(model, ranks, split, path, max_norm, targets, Backend("", DEEPSPEED), arguments)
+            return stepped(model, ranks, split, path, max_norm, targets, Backend("", DEEPSPEED), given)
         finally:
             unset_hf_deepspeed_config()
+
+
+def loop_under_ulysses(stage: int, ranks: int, split: tuple[int, int], *, stock: bool = False) -> Cut:
+    """Two windows of a loop of one's own, its accelerator as a user makes it."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    (b, steps), model = split, llama()
+    rows = samples(RAGGED, 2 * ranks // CUT * b * steps)
+    change, losses, _ = plain_sgd(model, [of_window(rows, ranks, split, at, True) for at in range(2)], UNCLIPPED)
+    start, logged = trainable(model), []
+    unset_hf_deepspeed_config()
+    with variables(LAUNCHED_DEEPSPEED), registered():
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        PartialState(cpu=True, backend="gloo")
+        sizes = {"train_micro_batch_size_per_gpu": b, "gradient_accumulation_steps": steps, "gradient_clipping": 0.0}
+        plugin = DeepSpeedPlugin(hf_ds_config={**zero(stage)["deepspeed"], **sizes})
+        live = Accelerator(gradient_accumulation_steps=steps, deepspeed_plugin=plugin, **ulysses(ranks))
+        loader: Any = DataLoader(rows, batch_size=b, collate_fn=stacked)  # type: ignore[arg-type]
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+        engine, optimizer, loader = live.prepare(model, optimizer, loader)
+        if stock:
+            for batch in loader:
+                with live.accumulate(engine):
+                    labels = batch["shift_labels"].contiguous()
+                    loss = engine(**{**batch, "labels": labels, "shift_labels": labels})["loss"]
+                    live.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        else:
+            for window in accumulation_windows(loader, live):
+                for batch in window:
+                    with window.micro_batch(engine):
+                        live.backward(window.loss(engine, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                logged.append(float(window.mean_loss()))
+        end = gathered(engine, Backend("", DEEPSPEED))
+        unset_hf_deepspeed_config()
+    found = {name: (end[name] - start[name]).double() for name in start}
+    return Cut(relative(found, change), 0.0, 0.0 if stock else furthest(logged, losses), None, {})
 
 
 def under_context(
@@ -188,6 +246,20 @@ def under_context(
     with variables(launched), applied(path, **options), attention.installed():
         given = {"parallelism_config": ParallelismConfig(**sizes), **arguments}
         return stepped(model, ranks, split, path, max_norm, targets, backend, given)
+
+
+def errors_of(
+    kind: str, ranks: int, what: Any, splits: Sequence[tuple[int, int]], path: str
+) -> list[dict[str, str | float]]:
+    """Errors for each split; ``kind``: "sp", and ``what`` its ZeRO stage, or "cp", and whether the number is taken."""
+    found: list[dict[str, str | float]] = []
+    for split in splits:
+        if kind == "sp":
+            one = under_ulysses(what, ranks, split, path)
+        else:
+            one = under_context(ranks, split, path, hands_number=what)
+        found.append({"split": f"{split[0]} x {split[1]}", "error": one.error, "loss": one.loss})
+    return found
 
 
 class OverRanks:

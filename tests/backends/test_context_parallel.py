@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
 
 from tests.backends import sequence_parallel as cut
 from tests.ranks import on_ranks, selected
@@ -18,7 +17,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "takes the number": {},
     "returns its own mean": {"hands_number": False},
     "clips": {"max_norm": cut.CLIPPED},
-    "LoRA": {"adapt": "lora"},
+    "LoRA": {"adapt": cut.lora},
     "gradient checkpointing": {"arguments": {"gradient_checkpointing": True}, "hands_number": False},
     "few targets": {"targets": cut.ON_THE_FIRST, "hands_number": False},
 }
@@ -30,20 +29,12 @@ CASES = {
 }
 
 
-def lora(model: nn.Module) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    adapted = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=4)
-    return get_peft_model(model, adapted)  # type: ignore[arg-type]
-
-
 def each(cases: list[str]) -> dict[str, Any]:
     """The step of every case by stock, the patch and the subclass."""
     found = {}
     for case in cases:
         name, ranks, split = CASES[case]
-        given = dict(TRAININGS[name])
-        given["adapt"] = lora if given.pop("adapt", "") else lambda model: model
+        given = TRAININGS[name]
         found[case] = [vars(cut.under_context(ranks, split, path, **given)) for path in ("stock", "apply", "trainer")]
     return found
 
