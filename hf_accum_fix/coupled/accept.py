@@ -28,10 +28,11 @@ def accepted(
 ) -> tuple[Mapping[str, nn.Module], bool]:
     """The modules at which cutting a loss is exact: those given, or of those searched the nearest to the loss.
 
-    The second value is False where that cannot be shown: the vectors of two micro-batches joined are not those of each.
+    The second value is False where that cannot be shown of those given: two micro-batches joined do not run, or have
+    other vectors than each.
 
     Raises:
-        UnsupportedSetupError: if there are none.
+        UnsupportedSetupError: if there are none, or those that were searched cannot be shown to be right.
     """
     split = next((each for each in splits(batches) if each.blocks == 1), None)
     passed, failure = set[str](), None
@@ -45,8 +46,14 @@ def accepted(
                 passed |= {*modules}
                 failure = failure or error
                 continue
-        if modules:
+        if modules and (given or shows):
             return modules, bool(shows)
+        if modules:
+            raise UnsupportedSetupError(
+                f"got coupled_loss='exact' for {head}, whose loss was found to be cut at {', '.join(modules)}, which "
+                "two micro-batches joined cannot show; expected modules of which you know it; name them, as in "
+                "coupled=('text_projection',)"
+            )
         break
     raise failure or UnsupportedSetupError(
         f"got coupled_loss='exact' for {head}, no module of which returns one vector per sample that its loss reaches; "

@@ -170,7 +170,9 @@ def test_what_cannot_be_joined_is_trained_and_said(tmp_path: Path, said: Said) -
     assert len(said("have losses that differ by")) == 1
 
 
-def test_a_check_that_does_not_fit_is_left_out(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_does_not_fit_is_left_out_where_modules_are_named(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It runs the samples of two micro-batches at once."""
     gradient = accept._gradient
 
@@ -180,10 +182,12 @@ def test_a_check_that_does_not_fit_is_left_out(tmp_path: Path, said: Said, monke
         return gradient(run, batch)
 
     monkeypatch.setattr(accept, "_gradient", out_of_memory)
-    case = MODELS["InfoNCE of one's own, found"]
+    case = MODELS["InfoNCE of one's own"]
     reference = step_along(model := case.build(), case.full(model))
     assert case.train("apply", (2, 4), tmp_path).error(reference.change) < TOLERANCE
     assert len(said("was not checked")) == 1
+    with pytest.raises(UnsupportedSetupError, match="expected modules of which you know it"):
+        MODELS["InfoNCE of one's own, found"].train("apply", (2, 4), tmp_path)
 
 
 def test_rows_of_several_shapes_are_refused(tmp_path: Path) -> None:

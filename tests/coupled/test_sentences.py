@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import hf_accum_fix
+from hf_accum_fix.errors import UnsupportedSetupError
 from tests.cli.processes import ROOT, RUN, environment, start
 from tests.clients.test_sentence_transformers import OBJECTIVES, weights
 from tests.logged import Said
-from tests.numerics.parity import Trained, relative, train, training_arguments
+from tests.numerics.parity import Trained, relative, train, trainable, training_arguments
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -106,3 +108,21 @@ def test_an_unedited_script_under_the_command(folder: Path, tmp_path: Path) -> N
         found.append(torch.load(out / "moved.pt"))
     whole, ours, stock = found
     assert relative(ours, whole) < 1e-5 < 0.05 < relative(stock, whole)
+
+
+@pytest.mark.parametrize("negatives", [2, None])
+def test_a_cross_encoder_is_refused_before_the_first_step(negatives: int | None, folder: Path) -> None:
+    """It reads a pair as one input, and makes new pairs of a micro-batch's texts inside of its loss."""
+    from datasets import Dataset
+    from sentence_transformers import CrossEncoder, cross_encoder
+
+    args = training_arguments(folder, 2, 4, kind=cross_encoder.CrossEncoderTrainingArguments)
+    torch.manual_seed(0)
+    model = CrossEncoder(str(folder), num_labels=1, device="cpu").double()
+    loss = cross_encoder.losses.MultipleNegativesRankingLoss(model, num_negatives=negatives)
+    rows = Dataset.from_list([dict(row) for row in OBJECTIVES["in-batch negatives"].rows()])
+    trainer = cross_encoder.CrossEncoderTrainer(model=model, args=args, train_dataset=rows, loss=loss)
+    before = trainable(model)
+    with hf_accum_fix.apply(coupled_loss="exact"), pytest.raises(UnsupportedSetupError, match="coupled_loss='exact'"):
+        trainer.train()
+    assert relative(trainable(model), before) == 0.0
