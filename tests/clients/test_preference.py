@@ -19,7 +19,9 @@ import trl
 if not hasattr(trl, "DistillationTrainer"):
     pytest.skip("trainers of a newer trl (ms-swift's environment has an older)", allow_module_level=True)
 
+import hf_accum_fix
 from hf_accum_fix import observations
+from hf_accum_fix.errors import UnsupportedSetupError
 from tests.clients.preference import LLAMA, PREFERENCES, TWO_MEANS, preference_step
 from tests.clients.preference_on_two_ranks import ALIKE, BY_TOKENS, rows_of_all
 from tests.clients.preference_on_two_ranks import SPLITS as TWO_RANK_SPLITS
@@ -161,3 +163,13 @@ def test_a_mean_over_pairs_and_one_over_tokens(name: str, split: tuple[int, int]
     ours = preference_step(kind, "apply", *split, tmp_path)
     warned = said()
     assert ours.error(whole) <= FLOAT32_LOSS and not warned
+
+
+def test_a_kl_over_the_window_is_refused_by_name(tmp_path: Path) -> None:
+    """KTO's, a mean without gradient over the samples of a micro-batch, which no module returns."""
+    by_kl = replace(PREFERENCES["KTO"], arguments={"loss_type": "kto"})
+    with (
+        hf_accum_fix.apply(coupled_loss="exact"),
+        pytest.raises(UnsupportedSetupError, match="no module of which returns one vector per sample"),
+    ):
+        preference_step(by_kl, "stock", 2, 4, tmp_path)
