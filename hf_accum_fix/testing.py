@@ -1,17 +1,19 @@
-"""For test suites of downstream libraries: assert that a trainer's gradient does not depend on the split.
+"""For test suites of downstream libraries: assert that a trainer's or a loss's gradient is the same at any split.
 
 ``pytest_plugins = ["hf_accum_fix.testing"]`` in a conftest.py adds the fixture `invariant`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from hf_accum_fix.applying import active_handle, revert
 from hf_accum_fix.verification.report import Kind, VerificationReport
+from hf_accum_fix.verification.split_invariance import SplitReport, split_invariance
 from hf_accum_fix.verification.verify import verify
 
 
@@ -34,6 +36,28 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
     verdict = report.verdict_of(report.active)
     if verdict.kind is not Kind.EXACT:
         raise AssertionError(f"{verdict}\n\n{report}")
+    return report
+
+
+def assert_split_invariant(loss_fn: Callable[..., Tensor], batch: Mapping[str, Any], **how: Any) -> SplitReport:
+    """Assert that a loss function has the whole batch's gradient however the batch is split; no Trainer, no model.
+
+    Args:
+        loss_fn: ``loss_fn(micro_batch, window)``: the loss of one micro-batch, as handed to ``backward()``; ``window``
+            holds the whole batch, from which to take the normaliser.
+        batch: tensors [B, ...], some of which require a gradient.
+        how: keyword arguments of `split_invariance`, such as ``ranks=(1, 2)`` and ``over_micro_batches="mean"``.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: if a split has another gradient; it names the term, its line of code and its divisors.
+        OptionsError: if the batch cannot be split, or the loss is not one number.
+    """
+    report = split_invariance(loss_fn, batch, **how)
+    if not report:
+        raise AssertionError(str(report))
     return report
 
 

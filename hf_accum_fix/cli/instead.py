@@ -22,6 +22,7 @@ from hf_accum_fix.cli import COULD_NOT_TELL, WRONG_USAGE
 from hf_accum_fix.cli.inherit import python_path
 
 if TYPE_CHECKING:
+    from hf_accum_fix.verification.proof import Against
     from hf_accum_fix.verification.report import VerificationReport
 
 VARIABLE: Final = "PYTHON_VERIFY_BY_HF_ACCUM_FIX"
@@ -29,6 +30,9 @@ VARIABLE: Final = "PYTHON_VERIFY_BY_HF_ACCUM_FIX"
 
 ANSWER: Final = "answer.json"
 """The file with the answer, in the folder of the request."""
+
+PROOF: Final = "proof.json"
+"""The proof, in the same folder."""
 
 _PAUSE: Final = 0.05
 
@@ -42,6 +46,8 @@ class Request:
         asked_by: the process of the command.
         splits, windows, step: arguments of `hf_accum_fix.verify`.
         plot: file extension of the picture; None: no picture.
+        saves: whether to write a proof into the folder.
+        against: the proof to hold the trainer against, instead; None: verify.
     """
 
     folder: str
@@ -50,6 +56,8 @@ class Request:
     windows: int
     step: int
     plot: str | None
+    saves: bool = False
+    against: str | None = None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment in which a script verifies instead of training, with a temporary folder of its own."""
@@ -94,13 +102,15 @@ def _answer(trainer: Any, request: Request) -> None:
     """Verify, and store the answer. An error is an answer too, because the script might catch it and train."""
     import hf_accum_fix
 
-    splits = None if request.splits is None else [(each[0], each[1]) for each in request.splits]
     try:
-        report = hf_accum_fix.verify(trainer, splits, request.windows, step=request.step)
-        error = _draw(report, request)
+        report, error = _report(trainer, request)
         answer = {"code": int(report.verdict.kind), "text": str(report), "error": error, "report": report.to_dict()}
     except hf_accum_fix.OptionsError as error:
         answer = {"code": WRONG_USAGE, "text": "", "error": f"hf-accum-fix verify: {error}\n", "report": None}
+    except hf_accum_fix.AccumFixError as error:
+        text = f"could not tell: {error}"
+        verdict = {"kind": "could_not_tell", "words": text}
+        answer = {"code": COULD_NOT_TELL, "text": text, "error": "", "report": {"ok": False, "verdict": verdict}}
     except BaseException:
         answer = {"code": COULD_NOT_TELL, "text": "", "error": traceback.format_exc(), "report": None}
     for stream in (sys.stdout, sys.stderr):
@@ -110,6 +120,21 @@ def _answer(trainer: Any, request: Request) -> None:
     draft = Path(request.folder, f"{os.getpid()}.json")
     draft.write_text(json.dumps(answer), encoding="utf-8")
     draft.replace(Path(request.folder, ANSWER))
+
+
+def _report(trainer: Any, request: Request) -> tuple[VerificationReport | Against, str]:
+    """The report, and an error message on its picture."""
+    import hf_accum_fix
+
+    if request.against is not None:
+        from hf_accum_fix.verification.layout_side import hold_against
+        from hf_accum_fix.verification.proof import Proof
+
+        return hold_against(trainer, Proof.load(Path(request.against))), ""
+    splits = None if request.splits is None else [(each[0], each[1]) for each in request.splits]
+    save = Path(request.folder, PROOF) if request.saves else None
+    report = hf_accum_fix.verify(trainer, splits, request.windows, step=request.step, save=save)
+    return report, _draw(report, request)
 
 
 def _draw(report: VerificationReport, request: Request) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import psutil
 
 from hf_accum_fix.cli import complain, write
-from hf_accum_fix.cli.instead import ANSWER, Request
+from hf_accum_fix.cli.instead import ANSWER, PROOF, Request
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
 DESCRIPTION: Final = """\
@@ -60,7 +60,9 @@ _GRACE: Final = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
-    options = "[--json FILE] [--plot FILE] [--splits BxG,...]\n  [--windows N] [--step N]"
+    options = (
+        "[--json FILE] [--plot FILE] [--splits BxG,...]\n  [--windows N] [--step N]\n  [--save FILE | --against FILE]"
+    )
     parser.usage = f"%(prog)s [-h] {options} (train.py | -m module) ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
     parser.add_argument(
@@ -78,6 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=1, metavar="N", help="number of global batches to verify")
     parser.add_argument(
         "--step", type=int, default=0, metavar="N", help="optimizer step to verify, such as one after a warm-up"
+    )
+    proof = parser.add_mutually_exclusive_group()
+    proof.add_argument("--save", metavar="FILE", type=Path, help="also save the gradient of the full batch as a proof")
+    proof.add_argument(
+        "--against",
+        metavar="FILE",
+        type=Path,
+        help="train up to the first optimizer step, on any engine, and hold that gradient against a proof, instead",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("script", metavar="train.py", help="the training script")
@@ -102,14 +112,18 @@ def execute(arguments: argparse.Namespace) -> int:
         UnsupportedSetupError: if the script ends before it trains.
     """
     command = _command(arguments)
-    for path in (arguments.json, arguments.plot):
+    for path in (arguments.json, arguments.plot, arguments.save):
         _check_writable(path)
+    against = None if arguments.against is None else str(arguments.against.absolute())
+    if against is not None:
+        _check_alone(arguments)
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise OptionsError("got --plot without matplotlib; expected it installed; pip install matplotlib")
     # A rank must survive the end of another one until its answer is written.
     with TemporaryDirectory(prefix="hf-accum-fix-", ignore_cleanup_errors=True) as folder, _terminable() as deadline:
         plot = None if arguments.plot is None else arguments.plot.suffix or ".png"
-        request = Request(folder, os.getpid(), arguments.splits, arguments.windows, arguments.step, plot)
+        asked = (arguments.splits, arguments.windows, arguments.step, plot, arguments.save is not None, against)
+        request = Request(folder, os.getpid(), *asked)
         with _running(command, request) as script:
             answer = _answer_of(script, Path(folder), deadline)
         if answer is None:
@@ -123,10 +137,10 @@ def execute(arguments: argparse.Namespace) -> int:
             if arguments.json is not None and answer["report"] is not None:
                 with _reported(arguments.json):
                     arguments.json.write_text(json.dumps(answer["report"], indent=2) + "\n", encoding="utf-8")
-            drawn = Path(folder, f"plot{plot}")
-            if drawn.is_file():
-                with _reported(arguments.plot):
-                    shutil.copyfile(drawn, arguments.plot)
+            for made, path in ((f"plot{plot}", arguments.plot), (PROOF, arguments.save)):
+                if Path(folder, made).is_file():
+                    with _reported(path):
+                        shutil.copyfile(Path(folder, made), path)
     if answer["code"]:
         report = answer["report"]
         _show_last(report["verdict"]["words"] if report else answer["error"].rstrip().rpartition("\n")[2])
@@ -175,6 +189,19 @@ def _command(arguments: argparse.Namespace) -> list[str]:
         what = "is a folder" if Path(named).is_dir() else "does not exist"
         raise OptionsError(f"got {named}, which {what}; expected a Python script, or -m and a module; check the path")
     return [sys.executable, named, *arguments.words]
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Refuse what ``--against`` has no use for, and a proof that is not there."""
+    if not arguments.against.is_file():
+        raise OptionsError(
+            f"got --against {arguments.against}, which is no file; expected a proof; make one with --save"
+        )
+    if arguments.plot is not None or arguments.splits is not None or (arguments.windows, arguments.step) != (1, 0):
+        raise OptionsError(
+            "got --against with --splits, --windows, --step or --plot; expected it alone: the script's own split and "
+            "first step are run; omit them"
+        )
 
 
 def _check_writable(path: Path | None) -> None:

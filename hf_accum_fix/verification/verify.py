@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import transformers
@@ -26,6 +27,7 @@ from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import CANNOT, compare, gathered
 from hf_accum_fix.verification.dry_run import copy_for_split
 from hf_accum_fix.verification.evaluate import evaluate
+from hf_accum_fix.verification.layout_side import proof_of
 from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, without_outputs
 from hf_accum_fix.verification.report import (
     PATCHED,
@@ -52,6 +54,7 @@ def verify(
     with_apply: bool = True,
     eval_samples: int = 64,
     step: int = 0,
+    save: str | Path | None = None,
 ) -> VerificationReport:
     """Compare the gradient of a trainer for several splits of one global batch with the gradient of the full batch.
 
@@ -73,6 +76,8 @@ def verify(
             mean, for two eval batch sizes; 0: do not compare.
         step: optimizer step to verify: it is set in the trainer's state, and one window runs before it. The weights are
             the current ones.
+        save: a file for the proof of the first global batch, to hold another layout against
+            (``hf-accum-fix verify --against``); rank 0 writes it.
 
     Raises:
         OptionsError: if an argument is invalid. Any other obstacle gives the verdict "could not tell".
@@ -91,7 +96,7 @@ def verify(
         progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
         with progress.kept_up(), restored(trainer) as state:
             report = _verified(
-                trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, progress.say
+                trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, save, progress.say
             )
             lost = tuple(f"{each} was read or written and cannot be put back" for each in state.lost())
             return replace(report, notes=(*report.notes, *lost))
@@ -131,6 +136,7 @@ def _verified(
     with_apply: bool,
     eval_samples: int,
     step: int,
+    save: str | Path | None,
     say: Callable[[str], None],
 ) -> VerificationReport:
     """Draw samples, compute the references, run every split in every mode, evaluate."""
@@ -154,6 +160,8 @@ def _verified(
         of_window = f"verify: window {window + 1}, " if window else "verify: "
         say(f"{of_window}the reference: {len(scene.every)} samples")
         references.append(compute(scene, reference, size))
+        if save is not None and not window:
+            notes += _saved(scene, references[0], drawn, Path(save))
         to_run = [(split, mode) for split in splits_of(len(scene.rows), own, splits) for mode in modes]
         here: list[SplitResult] = []
         for number, (split, mode) in enumerate(to_run, start=1):
@@ -216,6 +224,17 @@ def _scenes(
                 yield scene_of(further, rows)
                 return
     notes.append("all samples have equally many items: whether micro-batches are weighted by items was not tested")
+
+
+def _saved(scene: Scene, reference: Reference, drawn: Drawn, path: Path) -> list[str]:
+    """Save the proof of a global batch; a note, if there can be none."""
+    try:
+        proof = proof_of(scene, reference, drawn)
+    except UnsupportedSetupError as error:
+        return [f"no proof was saved: {error}"]
+    if scene.trainer.args.process_index == 0:
+        proof.save(path)
+    return []
 
 
 def _note_on(step: int, trainer: TrainerLike) -> list[str]:

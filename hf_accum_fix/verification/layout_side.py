@@ -1,0 +1,228 @@
+"""One layout's side of a proof: its own training up to the first optimizer step, sharded or not.
+
+The trainer cannot be used afterwards, because engines shard a model in place: for a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import DefaultFlowCallback
+
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.overrides.trainer_facts import data_ranks
+from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.projection import BUCKETS, ROWS, Projected, hashed, parts_of, project
+from hf_accum_fix.verification.proof import Against, Proof, Side, hash_of, judge
+from hf_accum_fix.verification.reference import Reference, Scene
+from hf_accum_fix.verification.restore import restored, without_dropout
+from hf_accum_fix.verification.sample import Drawn, draw
+
+#: What engines put before or into the names of parameters.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+
+class _Reached(BaseException):
+    """The optimizer was about to step; no `Exception`, which code on the way may catch."""
+
+
+def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
+    """The proof of a global batch that `verify` has computed.
+
+    Raises:
+        UnsupportedSetupError: for a loss or samples that another layout cannot have.
+    """
+    if scene.contract.has_router_loss:
+        raise UnsupportedSetupError(
+            "got a model with a router loss, which depends on the split; expected none; set output_router_logits=False"
+        )
+    _refuse_random(drawn)
+    names = [name for name, each in _named(scene.trainer.model) if each.requires_grad]
+    found = {
+        name: project(name, parts_of(each))
+        for name, each in zip(names, reference.gradient, strict=True)
+        if each is not None
+    }
+    samples, name = sorted(map(hash_of, scene.every)), _class_of(scene.trainer)
+    side = _side(scene.trainer, name, fingerprint(scene.trainer.model), samples, found)
+    items = scene.count(scene.every)
+    return Proof(side, str(scene.contract), items, reference.words, reference.noise.floor, reference.tolerance)
+
+
+def hold_against(trainer: Any, proof: Proof) -> Against:
+    """Train up to the first optimizer step, as the script would, and hold its gradient against a proof.
+
+    Call it on every rank. Dropout and clipping are off; of the callbacks only the Trainer's own run.
+
+    Raises:
+        UnsupportedSetupError: if the gradient cannot be read, or the step is not reached.
+    """
+    size, steps = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+    with restored(trainer):
+        drawn = draw(trainer, 1, None)
+    _refuse_random(drawn)
+    hashes = [hash_of(row) for row in drawn.windows[0][: size * steps]]
+    every = [each for rank in (gather_object([hashes]) if trainer.args.world_size > 1 else [hashes]) for each in rank]
+    # Ranks that share a model share their samples.
+    samples = sorted(every)[:: trainer.args.world_size // data_ranks(trainer)]
+    without_dropout(trainer.model)
+    # FSDP2 makes another class of it.
+    name, parameters = _class_of(trainer), fingerprint(trainer.model)
+    reached: dict[str, Projected] = {}
+    trainer.args.max_grad_norm, trainer.args.eval_on_start = 0.0, False
+    trainer.callback_handler.callbacks = [DefaultFlowCallback(), _BeforeTheStep(trainer, reached)]
+    try:
+        trainer.train()
+    except _Reached:
+        return judge(proof, _side(trainer, name, parameters, samples, reached))
+    raise UnsupportedSetupError("got a training without an optimizer step; expected one; check data and max_steps")
+
+
+class _BeforeTheStep(TrainerCallback):
+    """Project the gradients as the optimizer is about to step, and end the training there."""
+
+    def __init__(self, trainer: TrainerLike, reached: dict[str, Projected]) -> None:
+        self._trainer, self._reached = trainer, reached
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Engine and optimizer are there."""
+        engine = self._trainer.model_wrapped
+        if self._trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            # The engine steps within backward.
+            step = engine.step
+            engine.step = lambda *args, **kwargs: (
+                self._stop() if engine.is_gradient_accumulation_boundary() else step(*args, **kwargs)
+            )
+            return
+        inner = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        inner.register_step_pre_hook(lambda *_: self._stop())
+
+    def _stop(self) -> None:
+        self._reached.update(_summed(dict(_gradients(self._trainer))))
+        raise _Reached
+
+
+def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Projected]]:
+    """The projections of this rank's part of every gradient; a collective for each parameter that is gathered."""
+    kind, model = trainer.accelerator.distributed_type, trainer.model_wrapped
+    taken: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # noqa: E731
+    whole: Any = nullcontext()
+    if kind == DistributedType.DEEPSPEED:
+        taken = import_module("deepspeed.utils").safe_get_full_grad
+    elif any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        whole = FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True)
+    with whole:
+        for name, each in _named(model):
+            if each.requires_grad:
+                gradient = taken(each)
+                # On every rank, also where this one has no part.
+                yield name, project(name, parts_of(torch.zeros(0) if gradient is None else gradient))
+
+
+def fingerprint(model: nn.Module) -> dict[str, tuple[list[int], str, int]]:
+    """Shape, dtype and hash of the values of every parameter, by name, on every rank."""
+    found: dict[str, tuple[list[int], str, int]] = {}
+    for name, each in _named(model):
+        shape, gathered = list(getattr(each, "ds_shape", each.shape)), nullcontext()
+        if hasattr(each, "ds_shape"):
+            gathered = import_module("deepspeed").zero.GatheredParameters([each])
+        with gathered:
+            found[name] = (shape, str(each.dtype).removeprefix("torch."), hashed(name, parts_of(each)))
+    hashes = _added(torch.tensor([each[2] for each in found.values()], dtype=torch.int64))
+    return {
+        name: (shape, dtype, int(value))
+        for (name, (shape, dtype, _)), value in zip(found.items(), hashes.tolist(), strict=True)
+    }
+
+
+def _class_of(trainer: TrainerLike) -> str:
+    return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, each in model.named_parameters():
+        own = name
+        for wrapper in _WRAPPERS:
+            own = own.replace(wrapper, "")
+        yield own.removeprefix("module."), each
+
+
+def _summed(parts: Mapping[str, Projected]) -> dict[str, Projected]:
+    """The projections of whole gradients, from those of each rank's parts."""
+    if not parts:
+        return {}
+    rows = [torch.cat([each.projections, torch.tensor([each.square], dtype=torch.float64)]) for each in parts.values()]
+    return {
+        name: Projected(row[: ROWS * BUCKETS].clone(), float(row[-1]))
+        for name, row in zip(parts, _added(torch.stack(rows)), strict=True)
+    }
+
+
+def _added(numbers: Tensor) -> Tensor:
+    """The sum over ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return numbers
+    on_device = numbers.cuda() if dist.get_backend() == "nccl" else numbers
+    dist.all_reduce(on_device)
+    return on_device.cpu()
+
+
+def _side(
+    trainer: TrainerLike,
+    model: str,
+    parameters: Mapping[str, tuple[list[int], str, int]],
+    samples: list[str],
+    gradient: Mapping[str, Projected],
+) -> Side:
+    args, precision = trainer.args, trainer.accelerator.mixed_precision
+    dtypes = {getattr(torch, dtype) for _, dtype, _ in parameters.values()}
+    dtypes |= {_NARROW[precision]} if precision in _NARROW else set()
+    size, steps, ranks = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
+    words = [_engine(trainer), f"{ranks} rank{'' if ranks == 1 else 's'}", f"{size} x {steps}", precision or "no"]
+    return Side(
+        model=model,
+        layout=", ".join(each for each in words if each not in ("", "no")),
+        ranks=data_ranks(trainer),
+        steps=steps,
+        eps=max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point),
+        releases={
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+            "torch": str(torch.__version__),
+        },
+        parameters=parameters,
+        samples=samples,
+        gradient=gradient,
+    )
+
+
+def _engine(trainer: TrainerLike) -> str:
+    """What stands around the model, in words."""
+    state, kind = trainer.accelerator.state, trainer.accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        return f"DeepSpeed ZeRO-{state.deepspeed_plugin.zero_stage}"
+    if kind == DistributedType.FSDP:
+        return f"FSDP{getattr(state.fsdp_plugin, 'fsdp_version', 1)}"
+    shared = trainer.args.world_size // data_ranks(trainer)
+    return f"tensor parallel {shared}" if shared > 1 else "DDP" if trainer.args.world_size > 1 else ""
+
+
+def _refuse_random(drawn: Drawn) -> None:
+    if any("collator is random" in note for note in drawn.notes):
+        raise UnsupportedSetupError(
+            "got a random collator, which makes other batches of the same samples; expected one that does not; give it "
+            "a fixed seed"
+        )

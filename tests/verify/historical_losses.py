@@ -1,0 +1,200 @@
+"""Losses of RL libraries that depended on the split, as their issues describe them, each beside its fix.
+
+Every term stands on a line of its own, so that a test can see which line is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.verification.split_invariance import Window
+
+Rows = Mapping[str, Tensor]
+LossFn = Callable[[Any, Window], Tensor]
+
+
+def batch(samples: int = 6) -> dict[str, Tensor]:
+    """Rollouts [B, 5] of unequal lengths, with and without a reward."""
+    draws = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 1, 3, 2, 5, 4, 2, 3])[:samples]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draws)
+
+    return {
+        "logprobs": normal(samples, 5).requires_grad_(),
+        "values": normal(samples, 5).requires_grad_(),
+        "teacher": normal(samples, 5),
+        "returns": normal(samples, 5),
+        "advantages": normal(samples, 1),
+        "rewards": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0])[:samples],
+        "mask": (torch.arange(5) < lengths[:, None]).float(),
+    }
+
+
+def policy(rows: Rows) -> Tensor:
+    """The sum of a policy loss over tokens."""
+    return -(rows["logprobs"] * rows["advantages"] * rows["mask"]).sum()
+
+
+def tokens(rows: Rows) -> Tensor:
+    return rows["mask"].sum()
+
+
+def positive(rows: Rows) -> Tensor:
+    """The tokens of correct samples."""
+    return rows["mask"] * (rows["rewards"] > 0)[:, None]
+
+
+def share(window: Window) -> Tensor:
+    """The tokens of the window by rank, because ranks are averaged."""
+    return tokens(window.batch) / window.ranks
+
+
+@dataclass(frozen=True)
+class History:
+    """A loss as it was and as it should be.
+
+    Attributes:
+        issue: where it is described.
+        wrong, right: the loss.
+        line: part of the line of the term that is off.
+        why: part of what is said of it.
+        how: arguments of `assert_split_invariant`.
+    """
+
+    issue: str
+    wrong: LossFn
+    right: LossFn
+    line: str
+    why: str
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _trl_bnpo(rows: Rows, window: Window) -> Tensor:
+    return policy(rows) / tokens(rows) / window.micro_batches
+
+
+def _by_window(rows: Rows, window: Window) -> Tensor:
+    return policy(rows) / share(window)
+
+
+def _trl_dapo_small_generation(rows: Rows, window: Window) -> Tensor:
+    # steps_per_generation = 1: num_items_in_batch spans the micro-batch alone.
+    return policy(rows) / tokens(rows)
+
+
+def _trl_liger(rows: Rows, window: Window) -> Tensor:
+    per_sample = -(rows["logprobs"] * rows["advantages"] * rows["mask"]).sum(-1)
+    return per_sample.sum() / rows["mask"].sum().clamp(min=1.0) / window.micro_batches
+
+
+def _swift_dapo(rows: Rows, window: Window) -> Tensor:
+    return policy(rows) / share(window)
+
+
+def _swift_dapo_right(rows: Rows, window: Window) -> Tensor:
+    return policy(rows) / share(window) * window.micro_batches
+
+
+def _verl_critic(rows: Rows, window: Window) -> Tensor:
+    actor = policy(rows) / share(window)
+    critic = (((rows["values"] - rows["returns"]) ** 2) * rows["mask"]).sum() / tokens(rows)
+    return actor + 0.5 * critic
+
+
+def _verl_critic_right(rows: Rows, window: Window) -> Tensor:
+    actor = policy(rows) / share(window)
+    critic = (((rows["values"] - rows["returns"]) ** 2) * rows["mask"]).sum() / share(window)
+    return actor + 0.5 * critic
+
+
+def _distilled(rows: Rows) -> Tensor:
+    return (torch.exp(rows["teacher"]) * (rows["teacher"] - rows["logprobs"]) * rows["mask"]).sum()
+
+
+def _verl_distillation(rows: Rows, window: Window) -> Tensor:
+    distillation = _distilled(rows) / tokens(rows)
+    return distillation + policy(rows) / share(window)
+
+
+def _verl_distillation_right(rows: Rows, window: Window) -> Tensor:
+    distillation = _distilled(rows) / share(window)
+    return distillation + policy(rows) / share(window)
+
+
+def _verl_token_mean(rows: Rows, window: Window) -> Tensor:
+    return policy(rows) / tokens(rows) * len(rows["mask"]) / len(window.of_rank["mask"])
+
+
+def _nemo_nll(rows: Rows, window: Window) -> Tensor:
+    loss = policy(rows) / share(window)
+    correct = positive(rows)
+    if correct.sum() > 0:
+        loss = loss - 0.1 * (rows["logprobs"] * correct).sum() / correct.sum()
+    return loss
+
+
+def _nemo_nll_right(rows: Rows, window: Window) -> Tensor:
+    loss = policy(rows) / share(window)
+    return loss - 0.1 * (rows["logprobs"] * positive(rows)).sum() / positive(window.batch).sum() * window.ranks
+
+
+def _nemo_survivors(rows: Rows, window: Window) -> Tensor:
+    survives = rows["mask"] * (rows["teacher"].abs() < 1)
+    return (rows["logprobs"] * survives).sum() / survives.sum().clamp(min=1)
+
+
+def _nemo_survivors_right(rows: Rows, window: Window) -> Tensor:
+    survives = rows["mask"] * (rows["teacher"].abs() < 1)
+    every = window.batch["mask"] * (window.batch["teacher"].abs() < 1)
+    return (rows["logprobs"] * survives).sum() / every.sum() * window.ranks
+
+
+def _prime_rank(rows: Rows, window: Window) -> Tensor:
+    return policy(rows) / max(float(tokens(window.of_rank)), 1.0)
+
+
+def _sky_mean_of_means(rows: Rows, window: Window) -> Tensor:
+    return (rows["logprobs"] * rows["advantages"] * rows["mask"]).sum() / tokens(rows)
+
+
+def _sky_right(rows: Rows, window: Window) -> Tensor:
+    scaled = rows["advantages"] * window.micro_batches / share(window)
+    return (rows["logprobs"] * scaled * rows["mask"]).sum()
+
+
+def _verl_geo_mean(rows: Rows, window: Window) -> Tensor:
+    ratio = torch.exp((rows["logprobs"] * rows["mask"]).sum(-1) / rows["mask"].sum(-1))
+    return torch.mean(-ratio * rows["advantages"][:, 0])
+
+
+def _verl_geo_mean_right(rows: Rows, window: Window) -> Tensor:
+    ratio = torch.exp((rows["logprobs"] * rows["mask"]).sum(-1) / rows["mask"].sum(-1))
+    return (-ratio * rows["advantages"][:, 0]).sum() / len(window.batch["mask"]) * window.ranks
+
+
+_RANKS = {"ranks": (1, 2, 3)}
+_MEAN = {"over_micro_batches": "mean", **_RANKS}
+HISTORY = (
+    History("huggingface/trl grpo_trainer.py 1.16.0, bnpo", _trl_bnpo, _by_window, "policy(rows) /", "a local", _RANKS),
+    History("huggingface/trl#6024", _trl_dapo_small_generation, _by_window, "policy(rows) /", "a local", _RANKS),
+    History("huggingface/trl#5890", _trl_liger, _by_window, "per_sample.sum()", "a local", _RANKS),
+    History("modelscope/ms-swift#10117", _swift_dapo, _swift_dapo_right, "policy(rows) /", "another constant", _MEAN),
+    History("verl-project/verl#6957", _verl_critic, _verl_critic_right, "critic = ", "a local", _RANKS),
+    History(
+        "verl-project/verl#7200", _verl_distillation, _verl_distillation_right, "distillation = ", "a local", _RANKS
+    ),
+    History("verl-project/verl#5625", _verl_token_mean, _by_window, "policy(rows) /", "a local", _RANKS),
+    History("verl-project/verl#5614", _verl_geo_mean, _verl_geo_mean_right, "torch.mean", "a local", _RANKS),
+    History("NVIDIA-NeMo/RL#3791", _nemo_nll, _nemo_nll_right, "loss - 0.1", "a local", _RANKS),
+    History("NVIDIA-NeMo/RL#4242", _nemo_survivors, _nemo_survivors_right, "survives).sum()", "a local", _RANKS),
+    # Right on one rank, wrong on two.
+    History("PrimeIntellect-ai/prime-rl#2358", _prime_rank, _by_window, "policy(rows) /", "a local", {"ranks": (2, 3)}),
+    History("NovaSky-AI/SkyRL#1296", _sky_mean_of_means, _sky_right, "advantages", "a local", _MEAN),
+)

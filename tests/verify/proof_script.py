@@ -1,0 +1,107 @@
+"""A training script whose layout is its arguments: samples, accumulation steps, engine, and a fault."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from tests.backends.rows import by_tp_plan, fsdp_argument, zero
+from tests.backends.sequence_parallel import stacked
+
+SAMPLES, SIZES = 20, {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """Ragged ones."""
+    draws = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 64, (3 + 5 * at % 9,), generator=draws) for at in range(SAMPLES)]
+    return [{"input_ids": ids, "labels": ids, "position_ids": torch.arange(len(ids))} for ids in rows]
+
+
+class Faulty(Trainer):
+    """A trainer with a fault."""
+
+    fault = ""
+    _calls = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Drop the second micro-batch, on one rank or all; or clip the gradient after each."""
+        self._calls += 1
+        if self._calls == 2 and (self.fault == "drop" or (self.fault == "drop on one rank" and dist.get_rank() == 1)):
+            kept = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+            loss = super().training_step(*args, **kwargs)
+            for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
+                parameter.grad = gradient
+            return loss
+        loss = super().training_step(*args, **kwargs)
+        if self.fault == "clip":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Twice as large."""
+        found = super().compute_loss(*args, **kwargs)
+        factor = 2 if self.fault == "twice" else 1
+        return (factor * found[0], found[1]) if isinstance(found, tuple) else factor * found
+
+
+def trainer_of(given: Sequence[str] | None = None) -> Trainer:
+    """What the arguments of the command line, or these, describe."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", default="")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fault", default="")
+    words = parser.parse_args(given)
+    more: dict[str, Any] = {}
+    if words.engine.startswith("zero"):
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        more = zero(int(words.engine[4]))
+    if words.engine.startswith("fsdp"):
+        more = fsdp_argument(int(words.engine[4]))
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=words.size,
+        gradient_accumulation_steps=words.steps,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        remove_unused_columns=False,
+        bf16=words.bf16,
+        **more,
+    )
+    if words.engine.startswith("fsdp") or words.engine == "tp":
+        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
+        arguments.device  # noqa: B018 - it is set up when it is asked for
+        cpu = torch.device("cpu")
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=cpu)
+    torch.manual_seed(words.seed)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **TOKENS))
+    model = by_tp_plan(model) if words.engine == "tp" else model
+    if words.fault == "layer":
+        model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 1.01 * gradient)
+    if words.fault == "frozen":
+        model.lm_head.weight.register_hook(torch.zeros_like)
+    trainer = Faulty(model=model, args=arguments, train_dataset=samples(), data_collator=stacked)
+    trainer.fault = words.fault
+    return trainer
+
+
+if __name__ == "__main__":
+    trainer_of().train()
+    print("trained")

@@ -1,0 +1,150 @@
+"""assert_split_invariant: historical losses are named by line, their fixes pass, and what it reads adds up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.testing import assert_split_invariant
+from hf_accum_fix.verification.split_invariance import Layout, Window, _Runs, split_invariance
+from tests.verify.historical_losses import HISTORY, History, batch, policy, share, tokens
+
+_BY_ISSUE = {"argvalues": HISTORY, "ids": [each.issue for each in HISTORY]}
+
+
+def _off(words: tuple[str, ...]) -> list[str]:
+    return [each for each in words if each.startswith("off: ")]
+
+
+@pytest.mark.parametrize("history", **_BY_ISSUE)
+def test_a_historical_loss_is_named_by_its_line(history: History) -> None:
+    with pytest.raises(AssertionError, match="depends on the split") as raised:
+        assert_split_invariant(history.wrong, batch(), **history.how)
+    (off,) = [line for line in str(raised.value).splitlines() if line.startswith("  off: ")]
+    assert history.line in off and history.why in off, off
+
+
+@pytest.mark.parametrize("history", **_BY_ISSUE)
+@pytest.mark.parametrize("samples", [2, 6, 8])
+def test_its_fix_passes(history: History, samples: int) -> None:
+    report = assert_split_invariant(history.right, batch(samples), **history.how)
+    assert report and report.splits
+
+
+def test_the_other_term_is_called_right() -> None:
+    wrong = next(each for each in HISTORY if each.issue.endswith("6957"))
+    words = split_invariance(wrong.wrong, batch()).words
+    assert [each[:6] for each in words[1:]] == ["right:", "off: h"] and "actor = " in words[1]
+
+
+def test_a_rank_of_its_own_is_right_on_one_rank() -> None:
+    prime = next(each for each in HISTORY if each.issue.endswith("2358"))
+    assert split_invariance(prime.wrong, batch())
+
+
+def test_a_mean_over_samples_is_right_for_even_micro_batches_only() -> None:
+    def mean(rows: dict[str, Tensor]) -> Tensor:
+        per_sample: Tensor = (rows["logprobs"] * rows["mask"]).sum(-1) / rows["mask"].sum(-1)
+        return per_sample.mean()
+
+    assert split_invariance(mean, batch(), over_micro_batches="mean", uneven=False, ranks=(1, 2))
+    report = split_invariance(mean, batch(), over_micro_batches="mean")
+    assert not report and all(len({*layout.sizes}) > 1 for layout, _ in report.off)
+
+
+def test_whitened_advantages_are_no_divisor() -> None:
+    def whitened(rows: dict[str, Tensor], window: Window) -> Tensor:
+        advantages = rows["advantages"] - rows["advantages"].mean()
+        return (rows["logprobs"] * advantages * rows["mask"]).sum() / share(window)
+
+    (off,) = _off(split_invariance(whitened, batch()).words)
+    assert "its divisor is right" in off and "a mean or a norm of its samples" in off
+
+
+def test_terms_of_one_line_are_numbered() -> None:
+    def loss(rows: dict[str, Tensor], window: Window) -> Tensor:
+        return policy(rows) / share(window) + rows["values"].square().mean()
+
+    (off,) = _off(split_invariance(loss, batch()).words)
+    assert "divided by 30 in the full batch" in off, off
+
+
+def test_a_loop_over_samples_is_one_term() -> None:
+    def loss(rows: dict[str, Tensor], window: Window) -> Tensor:
+        total = torch.zeros(())
+        for logprobs, mask in zip(rows["logprobs"], rows["mask"], strict=True):
+            total = total + (logprobs * mask).sum() / mask.sum()
+        return total / len(rows["mask"])
+
+    (off,) = _off(split_invariance(loss, batch()).words)
+    assert "its line makes several terms" in off
+
+
+def test_parameters_are_compared_too() -> None:
+    layer = torch.nn.Linear(5, 1)
+    rows = {key: x.detach() for key, x in batch().items()}
+    layer.double()
+
+    def loss(rows: dict[str, Tensor], window: Window, *, local: bool) -> Tensor:
+        n = len(rows["mask"]) if local else len(window.batch["mask"])
+        return layer(rows["logprobs"]).square().sum() / n
+
+    parameters = [*layer.parameters()]
+    assert split_invariance(lambda rows, window: loss(rows, window, local=False), rows, parameters=parameters)
+    report = split_invariance(lambda rows, window: loss(rows, window, local=True), rows, parameters=parameters)
+    assert len(report.off) == report.splits == 31
+
+
+@pytest.mark.parametrize("history", **_BY_ISSUE)
+def test_the_terms_add_up_to_the_gradient(history: History) -> None:
+    layout = Layout((1, 2, 3))
+    how = {"over_micro_batches": "sum", **history.how}
+    for loss in (history.wrong, history.right):
+        runs = _Runs(loss, batch(), (), how["over_micro_batches"])
+        added = sum(share.gradient for look in runs.shares(layout) for share in look)
+        torch.testing.assert_close(added, runs.gradient(layout), rtol=1e-12, atol=1e-14)
+
+
+def test_float32_inside_of_the_loss_is_no_fault() -> None:
+    def loss(rows: dict[str, Tensor], window: Window) -> Tensor:
+        return policy(rows).float() / share(window).float()
+
+    report = assert_split_invariant(loss, batch())
+    assert report.tolerance > 1e-5
+
+
+def test_many_samples_are_split_at_random() -> None:
+    rows: dict[str, Any] = {"x": torch.randn(40, requires_grad=True), "scale": 2.0, "names": ["a"] * 40}
+    report = assert_split_invariant(lambda micro, window: micro["scale"] * micro["x"].square().sum(), rows)
+    assert 100 < report.splits <= 264
+    assert not split_invariance(lambda micro: micro["x"].square().mean(), rows)
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows", "got"),
+    [
+        (lambda rows: rows["x"], {"x": torch.ones(3, requires_grad=True)}, r"got \(3,\) from loss_fn"),
+        (lambda rows: 0.0, {"x": torch.ones(3, requires_grad=True)}, "got float from loss_fn"),
+        (lambda rows: rows["x"].sum(), {"x": torch.ones(3)}, "got a gradient of norm 0"),
+        (lambda rows: rows["x"].log().sum(), {"x": torch.zeros(3, requires_grad=True)}, "got a gradient of norm inf"),
+        (
+            lambda rows: rows["x"].sum(),
+            {"x": torch.ones(3, requires_grad=True), "y": [1]},
+            r"got a batch of \{'x': 3, 'y'",
+        ),
+        (lambda rows: rows["x"].sum(), {"x": torch.ones(1, requires_grad=True)}, "at least 2"),
+        (lambda rows: rows["x"].sum(), {"x": 1.0}, "got a batch of {}"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(loss: Any, rows: dict[str, Any], got: str) -> None:
+    with pytest.raises(OptionsError, match=got):
+        split_invariance(loss, rows)
+
+
+def test_tokens_are_uneven() -> None:
+    """Else means of micro-batch means would pass."""
+    assert float(tokens(batch())) == 20.0
