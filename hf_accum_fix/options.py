@@ -101,10 +101,13 @@ class Options:
             off, because stock weights every target equally.
         accumulate_in: the dtype that sums gradients of 16-bit parameters: "parameter", their own, as torch does;
             "float32", 4 more bytes per parameter; "compensated", two 16-bit numbers, 2 more bytes.
+        prove_every: check in every so many windows, from the first on, that the gradient which autograd delivered is
+            the one that the optimizer uses, on a few parameters; 0: in the first window alone.
 
     Raises:
         OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is not a bool, router_loss
-            or accumulate_in is not an allowed value, or balance_windows is neither a bool nor `BalanceOptions`.
+            or accumulate_in is not an allowed value, balance_windows is neither a bool nor `BalanceOptions`, or
+            prove_every is no integer of at least 0.
     """
 
     contract: LossContract | None = field(default=None, metadata=_about(None, of_loops=True))
@@ -135,6 +138,7 @@ class Options:
         default="parameter",
         metadata=_about("of gradients of 16-bit parameters", choices=ACCUMULATE_IN, of_loops=True),
     )
+    prove_every: int = field(default=0, metadata=_about(None, of_loops=True))
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as one string instead of a tuple."""
@@ -152,6 +156,10 @@ class Options:
         for switch in ("eval_loss", "drop_duplicates", "per_sample"):
             if not isinstance(getattr(self, switch), bool):
                 raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
+        if isinstance(self.prove_every, bool) or not isinstance(self.prove_every, int) or self.prove_every < 0:
+            raise OptionsError(
+                f"got prove_every={self.prove_every!r}; expected a number of windows, or 0 for the first one alone"
+            )
         if self.per_sample and self.contract is not None:
             raise OptionsError("got per_sample=True and a contract; expected only one of them; omit the contract")
         modules = self.coupled

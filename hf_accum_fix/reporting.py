@@ -237,6 +237,8 @@ def _run(place: int, run: Mapping[str, Any]) -> list[str]:
     lines = wrapped(f"{place}. {run.get('head', 'a model')}{shape}: {verdict}{stock}", indent=2)
     if run.get("reduction"):
         lines += wrapped(f"its loss {loss_of(run)}", indent=5)
+    if run.get("reached_optimizer"):
+        lines += wrapped(f"reached the optimizer: {run['reached_optimizer']}", indent=5)
     if run.get("repeated_samples"):
         done = "left out" if run.get("repeated_samples_dropped") else "counted twice"
         lines += wrapped(f"repeated samples: {run['repeated_samples']}, {done}", indent=5)

@@ -23,6 +23,7 @@ from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
+from hf_accum_fix.engines.reached import Reached
 from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor
 from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
@@ -84,6 +85,7 @@ class Host(ABC):
         options: of the training.
         state: of its windows.
         gradient: the sum of a window's gradients.
+        reached: whether it is what the optimizer uses.
         router: its router loss.
         coupled: its loss over the whole window; None: it is each micro-batch's.
         repeated: samples that its dataloader repeats, for report().
@@ -115,7 +117,7 @@ class Host(ABC):
 
     def __init__(self, options: Options) -> None:
         self.options, self.state = options, TrainingState()
-        self.gradient = WindowGradient(options.accumulate_in)
+        self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached(options.prove_every)
         self.router = RouterLoss(Convention(options.router_loss))
         self.repeated: dict[str, Any] = {}
         self.warned: set[str] = set()
@@ -342,6 +344,7 @@ class Host(ABC):
                 "reduced_in": reduced_in(self.accelerator, model) if self.data_ranks > 1 and model is not None else [],
                 **state.facts(),
                 **({} if self.coupled is None else self.coupled.facts()),
+                **self.reached.facts(),
                 **more,
                 **self.repeated,
             }
@@ -361,10 +364,31 @@ class Host(ABC):
         if first and not last and (found := check_engine_adds(self.accelerator, self.options.accumulate_in)):
             self.warn_inexact("16 bits", found)
         unknown = gradient.lost is None
-        with gradient.micro_batch(partial(narrow_leaves, self.accelerator, model), first=first, last=last):
+        with (
+            gradient.micro_batch(partial(narrow_leaves, self.accelerator, model), first=first, last=last),
+            self.reached.micro_batch(self, model, first=first, last=last),
+        ):
             yield
         if unknown and gradient.lost is not None:
             self.state.amend(lost_in_16_bits=gradient.lost)
             if gradient.matters:
                 head = type(self.bare(model)).__name__
                 self.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")
+
+    def check_reached(self, times: Tensor | float | None) -> None:
+        """Say whether what autograd delivered in this window is what the optimizer is about to use.
+
+        ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
+        """
+        verdict = self.reached.close(self, times)
+        if verdict is None:
+            return
+        self.state.amend(**self.reached.facts())
+        if verdict.wrong:
+            self.warn_inexact(
+                "reached",
+                f"{self.head}: {self.where}: got {verdict.words[4:]} in what the optimizer uses; expected the gradient "
+                "that autograd delivered, averaged over ranks; look at the engine, gradient and communication hooks",
+            )
+        elif verdict.final and self.rank == 0:
+            logger.info("%s: the gradient reached the optimizer: %s", self.head, verdict.words)

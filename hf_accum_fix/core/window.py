@@ -167,6 +167,7 @@ class Window:
         if times is not None:
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
+        host.check_reached(times)
         return times
 
     def _correction(self, parts: Sequence[Part]) -> Tensor | float | None:

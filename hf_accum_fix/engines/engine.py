@@ -79,7 +79,7 @@ def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iter
     looks = getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False)
     module: Any
     for module in model.modules():
-        for each in _parameters_of_fsdp2(module):
+        for each in parameters_of_fsdp2(module):
             sharded.add(each.sharded_param)
             yield from _leaves_of_fsdp2(each)
         if (handle := getattr(module, "_handle", None)) is not None and hasattr(handle, "flat_param"):
@@ -109,7 +109,7 @@ def reduced_in(accelerator: AcceleratorLike | None, model: nn.Module) -> list[st
     sharded: set[Any] = set()
     module: Any
     for module in model.modules():
-        for each in _parameters_of_fsdp2(module):
+        for each in parameters_of_fsdp2(module):
             # The root's stay whole after a forward.
             sharded.update((each.sharded_param, getattr(each, "_unsharded_param", None)))
             if each.sharded_param.requires_grad:
@@ -127,7 +127,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
+def parameters_of_fsdp2(module: Any) -> Iterator[Any]:
     """FSDP2's record of each parameter of a module; not by its class, which imports slowly."""
     if hasattr(module, "_get_fsdp_state"):
         state = module._get_fsdp_state()

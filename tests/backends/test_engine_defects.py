@@ -22,6 +22,7 @@ from hf_accum_fix.engines.mend import defects_of, mend
 from hf_accum_fix.upstream.engine_defects import ENGINE_DEFECTS, engine_defects_of
 from tests.backends.loops import LOOP_HEADS
 from tests.backends.loops import train as train_loop
+from tests.backends.planted import unnamed
 from tests.backends.rows import BACKENDS
 from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
 from tests.numerics.parity import StockRecorder, pass_over_imports
@@ -117,6 +118,16 @@ def test_of_stock_only_a_true_factor_is_reported(rows: Any) -> None:
         exact, factor = rows[f"{name} reported"]
         assert exact and (factor is None) == (DROPS in installed()), rows
         assert factor is None or factor == pytest.approx(rows[f"{name} stock times"], rel=1e-3), rows
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(300)
+def test_lost_micro_batches_are_found_without_a_row() -> None:
+    """By the comparison of what autograd delivered with what the optimizer uses."""
+    run = on_ranks(unnamed, ranks=1)[0]
+    known = DROPS in installed()
+    assert run["reached_optimizer"].startswith("no, " if known else "yes, "), run
+    assert run["exact"] != known and ("micro-batches or ranks are lost" in run["reached_optimizer"]) == known, run
 
 
 # --- without DeepSpeed ----------------------------------------------------------------------------------------------

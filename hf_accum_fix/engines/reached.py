@@ -1,0 +1,257 @@
+"""Check that what autograd delivered in a window is what the optimizer is about to use.
+
+    delivered    the gradient of a parameter in each micro-batch, by a hook on the tensor that autograd delivers it to,
+                 before any other hook and before the engine sees it; summed on this rank, averaged over ranks
+    used         what the engine made of it, before clipping: ``.grad``, FSDP's shards, DeepSpeed's partitions
+
+Both are linear in the window, so that they are equal to rounding, whatever the loss is: a loss scale is in both. On a
+few parameters (`watched`), in the first window whose gradient is finite and not zero. The hooks are there from the
+beginning of a micro-batch to its end, and change nothing. A rank on which something failed joins the collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.items import count_dtype
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.engines.difference import Difference, looks_like
+from hf_accum_fix.engines.engine import is_deepspeed, reduced_in
+from hf_accum_fix.engines.watched import ELEMENTS, Watched, choose, watch
+from hf_accum_fix.upstream.protocols import AcceleratorLike
+
+#: Windows in which it is tried, until one has a gradient that is finite and not zero (fp16 begins with overflows).
+ATTEMPTS: Final = 8
+
+#: Why a training is not exact.
+OTHER_GRADIENT: Final = "the optimizer gets another gradient than autograd delivered"
+_STEPS_INSIDE: Final = "an optimizer steps inside the backward"
+_FAILED: Final = "a micro-batch, or reading its gradient, failed on a rank"
+
+
+class Ranks(Protocol):
+    """What is asked of a `core.host.Host`."""
+
+    accelerator: AcceleratorLike | None
+    world_size: int
+    data_ranks: int
+    device: torch.device
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Sum numbers over ranks: a collective."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one window, the same on every rank.
+
+    Attributes:
+        words: "yes, ...", "no, ..." or "not checked: ...".
+        error: of what the optimizer uses, relative, in the norm of all parameters; None: not checked.
+        wrong: it is more than rounding.
+        final: no other window can say more.
+    """
+
+    words: str
+    error: float | None = None
+    wrong: bool = False
+    final: bool = True
+
+
+class Reached:
+    """The check of a training, window by window.
+
+    Args:
+        every: check every so many windows from the first on; 0: the first alone.
+
+    Attributes:
+        verdict: the last one, or the first that is wrong, for report(); None: there was none.
+    """
+
+    def __init__(self, every: int = 0) -> None:
+        self.verdict: Verdict | None = None
+        self._every, self._window, self._decided = every, 0, False
+        self._watched: list[Watched] = []
+        self._found: Verdict | None = None
+        self._complete = False
+        self._micro_batches = 0
+        self._model: Any = None
+
+    @contextmanager
+    def micro_batch(self, ranks: Ranks, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
+        """Around one forward and backward; with DeepSpeed, which steps in there, it compares before the step."""
+        if first:
+            self._begin(ranks, model)
+        if not self._watched:
+            yield
+            return
+        self._micro_batches += 1
+        engine = ranks.accelerator.deepspeed_engine_wrapped.engine if is_deepspeed(ranks.accelerator) else None
+        step = nullcontext() if engine is None or not last else overridden(engine, "step", self._before(engine, ranks))
+        hooks = watch(self._watched)
+        try:
+            with step:
+                yield
+        except BaseException:
+            # Whoever catches this goes on, as the other ranks do.
+            for each in self._watched:
+                each.failed = True
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._complete = last
+
+    def _begin(self, ranks: Ranks, model: nn.Module) -> None:
+        self._window, self._watched, self._found, self._micro_batches = self._window + 1, [], None, 0
+        self._complete, self._model = False, model
+        due = not self._decided or (self._every and (self._window - 1) % self._every == 0)
+        if not due:
+            return
+        try:
+            if why := unsuitable(ranks):
+                self._found = Verdict(f"not checked: {why}")
+            else:
+                self._watched = choose(ranks.accelerator, model)
+                if not self._watched:
+                    # FSDP2 makes its whole parameters in the first forward.
+                    nothing = f"not checked: no trainable parameter has at most {ELEMENTS} elements"
+                    self._found = Verdict(nothing, final=self._window > 1)
+        except Exception as error:
+            self._found = Verdict(f"not checked: {type(error).__name__}: {error}")
+
+    def _before(self, engine: Any, ranks: Ranks) -> Callable[..., Any]:
+        step = engine.step
+
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            if self._found is None:
+                self._found = self._judge(ranks, 1.0)
+            return step(*args, **kwargs)
+
+        return compared
+
+    def close(self, ranks: Ranks, times: Tensor | float | None) -> Verdict | None:
+        """The verdict on a window that ended; None: there is none. A collective in a window that is checked.
+
+        ``times``: what the gradient was multiplied by after the last micro-batch; None: nothing.
+        """
+        if self._found is None and self._complete and self._watched:
+            self._found = self._judge(ranks, 1.0 if times is None else float(times))
+        verdict, self._found, self._watched, self._complete = self._found, None, [], False
+        self._model = None
+        if verdict is not None:
+            self.verdict = self.verdict if self.verdict is not None and self.verdict.wrong else verdict
+            self._decided = self._decided or verdict.final or self._window >= ATTEMPTS
+        return verdict
+
+    def _judge(self, ranks: Ranks, times: float) -> Verdict:
+        try:
+            narrow = reduced_in(ranks.accelerator, self._model) if ranks.data_ranks > 1 else []
+            return judge(ranks, self._watched, times, self._micro_batches, narrow)
+        except Exception as error:
+            return Verdict(f"not checked: {type(error).__name__}: {error}")
+
+    def facts(self) -> dict[str, Any]:
+        """Entries of a report."""
+        if self.verdict is None:
+            return {}
+        why = {"reason": OTHER_GRADIENT} if self.verdict.wrong else {}
+        return {"reached_optimizer": self.verdict.words, "reached_optimizer_error": self.verdict.error, **why}
+
+
+def unsuitable(ranks: Ranks) -> str:
+    """Why the engine does not allow the check; empty: it does."""
+    if ranks.data_ranks not in (1, ranks.world_size):
+        return f"{ranks.world_size} ranks share the samples in {ranks.data_ranks} groups"
+    if getattr(ranks.accelerator, "has_lomo_optimizer", False):
+        return _STEPS_INSIDE
+    return ""
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def judge(ranks: Ranks, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Verdict:
+    """Compare what was delivered on all ranks with what is used on this one: two collectives.
+
+    Args:
+        ranks: of the training.
+        watched: the parameters, after the last backward of a window.
+        times: what the gradient was multiplied by since.
+        steps: micro-batches of the window.
+        narrow: the dtypes in which gradients are reduced, and communication hooks.
+    """
+    zeros = partial(torch.zeros, dtype=count_dtype(ranks.device), device=ranks.device)
+    delivered = [zeros(each.numel) if each.total is None else each.total.to(ranks.device) for each in watched]
+    sizes = [zeros(()) if each.size is None else each.size.to(ranks.device) for each in watched]
+    if ranks.data_ranks > 1:
+        # Of sequence-parallel ranks an engine may not take the mean.
+        divisor = ranks.data_ranks * (getattr(ranks, "over_ranks", None) or 1.0)
+        mean = ranks.summed(torch.cat([*delivered, torch.stack(sizes)])) / divisor
+        both = torch.split(mean, [*(each.numel for each in watched), *[1] * len(watched)])
+        delivered, sizes = [*both[: len(watched)]], [each[0] for each in both[len(watched) :]]
+    rows = []
+    for each, whole, size in zip(watched, delivered, sizes, strict=True):
+        expected, gradient = (whole * times)[each.own or slice(None)], each.read()
+        used = torch.zeros_like(expected) if gradient is None else gradient.reshape(-1).to(expected)
+        inside = gradient is None and bool(getattr(each.leaf, "_post_accumulate_grad_hooks", None))
+        dtypes = [each.dtype] if gradient is None else [each.dtype, gradient.dtype]
+        epsilon = max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
+        products = (used - expected).square().sum(), (used * expected).sum(), expected.square().sum()
+        rows.append(torch.stack([*products, size * abs(times), *map(zeros(()).add, (epsilon, inside, each.failed))]))
+    summed = ranks.summed(torch.stack(rows)).tolist()
+    reduced = max(map(_epsilon, narrow), default=0.0)
+    differences, norms, errors = list[Difference](), 0.0, 0.0
+    if any(failed for *_, failed in summed):
+        return Verdict(f"not checked: {_FAILED}", final=False)
+    for each, (error, dot, norm, size, epsilon, inside, _) in zip(watched, summed, strict=True):
+        if not math.isfinite(norm):
+            return Verdict("not checked: the gradient is not finite", final=False)
+        if inside and norm:
+            return Verdict(f"not checked: {_STEPS_INSIDE}")
+        if not norm:
+            continue
+        norms, errors = norms + norm, errors + error
+        copies = 1 if ranks.data_ranks == 1 or each.own is not None else ranks.world_size
+        size = size if ranks.data_ranks == 1 else size / ranks.world_size
+        differences.append(
+            Difference(
+                each.name,
+                error=math.sqrt(error / norm),
+                ratio=dot / norm,
+                elements=each.numel,
+                additions=steps + ranks.data_ranks,
+                spread=max(size / math.sqrt(norm / copies), 1.0),
+                epsilon=max(epsilon / ranks.world_size, reduced),
+            )
+        )
+    return _verdict(differences, steps, ranks.data_ranks, math.sqrt(errors / norms) if norms else 0.0)
+
+
+def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float) -> Verdict:
+    several = f"{len(differences)} parameter{'s' * (len(differences) != 1)}"
+    if not differences:
+        return Verdict("not checked: the gradient is zero", final=False)
+    wrong = [each for each in differences if each.is_wrong]
+    if not wrong:
+        return Verdict(f"yes, to {f'{error:.0e}' if error else 'the last bit'}, on {several}", error)
+    ratio = sum(each.ratio for each in wrong) / len(wrong)
+    amount = f"{ratio:.3g} of it, off by {error:.2g}" if math.isfinite(error) else "nothing finite"
+    words = f"{amount}, on {len(wrong)} of {several}"
+    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks)})", error, wrong=True)
+
+
+def _epsilon(name: str) -> float:
+    """Of a dtype, or of a communication hook by the dtype in its name."""
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    found: Any = getattr(torch, name, None) or next((dtype for key, dtype in narrow.items() if key in name), None)
+    return float(torch.finfo(found).eps) if isinstance(found, torch.dtype) else 0.0

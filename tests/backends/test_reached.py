@@ -1,0 +1,255 @@
+"""What autograd delivered, beside what the optimizer uses: planted faults are found, right runs are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hf_accum_fix
+from hf_accum_fix import OptionsError, accumulation_windows
+from hf_accum_fix.engines import reached, watched
+from hf_accum_fix.engines.difference import Difference, looks_like
+from hf_accum_fix.engines.watched import Watched, spread
+from tests.backends.trajectory import HEADS, samples_of
+from tests.logged import Said
+
+STEPS = 4
+HEAD = HEADS["llama"]
+LAYER = "layers.0."
+#: After the backward of micro-batch number ``place``.
+After = Callable[[nn.Module, int], None]
+
+
+def nothing(model: nn.Module, place: int) -> None:
+    """No fault."""
+
+
+def drop(model: nn.Module, place: int) -> None:
+    if place == 1:
+        model.zero_grad()
+
+
+def scale(model: nn.Module, place: int, *, times: float, only: str = "") -> None:
+    for name, parameter in model.named_parameters():
+        if place == STEPS - 1 and only in name and parameter.grad is not None:
+            parameter.grad.mul_(times)
+
+
+def clip(model: nn.Module) -> None:
+    """By hooks that were there before ours."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * (1e-4 / gradient.norm()))  # type: ignore[no-untyped-call]
+
+
+FAULTS: dict[str, tuple[After, str]] = {
+    "dropped": (drop, "micro-batches or ranks are lost"),
+    "zero": (partial(scale, times=0.0), "nothing arrives"),
+    "factor": (partial(scale, times=1 / STEPS), "a factor of 0.25 = 1/G"),
+    "one layer by 1 %": (partial(scale, times=1.01, only=LAYER), f"only model.{LAYER}"),
+    "not finite": (partial(scale, times=math.inf), "not finite"),
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def looped(
+    dtype: torch.dtype,
+    after: After = nothing,
+    before: Callable[[nn.Module], Any] | None = None,
+    *,
+    windows: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """The report on some windows of a loop."""
+    model = HEAD.build().to(dtype).train()
+    if before is not None:
+        before(model)
+    loader: Any = DataLoader(samples_of(HEAD)[:8] * windows, batch_size=2, collate_fn=HEAD.batch)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for window in accumulation_windows(loader, steps=STEPS, **options):
+        for place, batch in enumerate(window):
+            with window.micro_batch(model):
+                window.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                after(model, place)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(parameter._backward_hooks for parameter in model.parameters()) or before is not None
+    return hf_accum_fix.report().to_dict()["runs"][-1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_right_window_is_called_right(dtype: torch.dtype, said: Said) -> None:
+    run = looped(dtype)
+    assert run["reached_optimizer"].startswith("yes, to ") and run["reached_optimizer"].endswith(", on 8 parameters")
+    assert run["exact"] and not said("what the optimizer uses")
+    assert "reached the optimizer: yes, to " in str(hf_accum_fix.report())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_named(fault: str, dtype: torch.dtype, said: Said) -> None:
+    after, words = FAULTS[fault]
+    run = looped(dtype, after)
+    assert run["reached_optimizer"].startswith("no, ") and words in run["reached_optimizer"]
+    assert not run["exact"] and run["reason"] == reached.OTHER_GRADIENT
+    assert len(said("what the optimizer uses")) == 1
+
+
+def test_a_hook_that_clips_each_micro_batch_is_found(said: Said) -> None:
+    assert "(clipped?)" in looped(torch.float64, before=clip)["reached_optimizer"]
+
+
+@pytest.mark.slow
+def test_the_hooks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> list[torch.Tensor]:
+        kept: list[nn.Module] = []
+        looped(torch.bfloat16, before=kept.append, windows=3, prove_every=1)
+        return [parameter.detach().clone() for parameter in kept[0].parameters()]
+
+    checked = trained()
+    monkeypatch.setattr(reached.Reached, "_begin", lambda *_: None)
+    assert all(map(torch.equal, checked, trained()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "found"), [(0, False), (2, True), (3, False)])
+def test_every_so_many_windows_are_checked(every: int, found: bool) -> None:
+    begun = 0
+
+    def late(model: nn.Module, place: int) -> None:
+        nonlocal begun
+        begun += place == 0
+        if begun == 3:
+            drop(model, place)
+
+    run = looped(torch.float64, late, windows=3, prove_every=every)
+    assert run["reached_optimizer"].startswith("no, ") == found
+
+
+def test_a_gradient_of_zero_is_looked_at_again() -> None:
+    begun = 0
+
+    def zero_at_first(model: nn.Module, place: int) -> None:
+        nonlocal begun
+        begun += place == 0
+
+    def hide(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+
+    run = looped(torch.float64, zero_at_first, hide, windows=2)
+    assert run["reached_optimizer"].startswith("yes, ")
+
+
+def test_an_optimizer_inside_the_backward_is_not_checked() -> None:
+    def steps_inside(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+
+    assert "steps inside the backward" in looped(torch.float64, before=steps_inside)["reached_optimizer"]
+
+
+def test_a_failing_check_ends_no_training(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no gradient")
+
+    monkeypatch.setattr(reached, "judge", fails)
+    run = looped(torch.float64)
+    assert run["exact"] and run["reached_optimizer"] == "not checked: ValueError: no gradient"
+
+
+def test_a_micro_batch_that_fails_ends_no_training() -> None:
+    def fails(model: nn.Module, place: int) -> None:
+        if place == 0:
+            raise MemoryError
+
+    model, head = HEAD.build(), HEAD
+    loader: Any = DataLoader(samples_of(head)[:8], batch_size=2, collate_fn=head.batch)  # type: ignore[arg-type]
+    for window in accumulation_windows(loader, steps=STEPS):
+        for place, batch in enumerate(window):
+            with contextlib.suppress(MemoryError), window.micro_batch(model):
+                window.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                fails(model, place)
+    words = hf_accum_fix.report().to_dict()["runs"][-1]["reached_optimizer"]
+    assert words == "not checked: a micro-batch, or reading its gradient, failed on a rank"
+
+
+def test_a_parameter_that_is_frozen_on_the_way_ends_no_training() -> None:
+    def freeze(model: nn.Module, place: int) -> None:
+        if place == 0:
+            for parameter in model.model.parameters():  # type: ignore[union-attr]
+                parameter.requires_grad_(False)
+
+    assert "failed on a rank" in looped(torch.float64, freeze)["reached_optimizer"]
+
+
+@pytest.mark.parametrize("place", ["_add", "used"])
+def test_a_gradient_that_cannot_be_read_ends_no_training(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no gradient")
+
+    monkeypatch.setattr(Watched, place, fails) if place == "_add" else monkeypatch.setattr(watched, "_gradient", fails)
+    assert "failed on a rank" in looped(torch.float64)["reached_optimizer"]
+
+
+@pytest.mark.parametrize("value", [-1, True, "1"])
+def test_the_option_is_a_number_of_windows(value: Any) -> None:
+    with pytest.raises(OptionsError, match=r"got prove_every=.*; expected a number of windows"):
+        accumulation_windows([], steps=1, prove_every=value)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("steps", [2, 8, 32])
+def test_rounding_is_told_from_one_per_cent(dtype: torch.dtype, steps: int) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    for elements in (16, 64, 4096):
+        for _ in range(20):
+            parts = torch.randn(steps, elements, generator=generator, dtype=torch.float64).to(dtype)
+            expected, used = parts.double().sum(0), torch.zeros(elements, dtype=dtype)
+            for part in parts:
+                used += part
+            assert not compared(used.double(), expected, parts).is_wrong
+            if elements >= 64 or dtype is not torch.bfloat16:
+                assert compared(used.double() * 1.03, expected, parts).is_wrong
+            if dtype is not torch.bfloat16 or (elements == 4096 and steps <= 8):
+                assert compared(used.double() * 1.01, expected, parts).is_wrong
+
+
+def compared(used: torch.Tensor, expected: torch.Tensor, parts: torch.Tensor) -> Difference:
+    norm = float(expected.norm())
+    return Difference(
+        "weight",
+        error=float((used - expected).norm()) / norm,
+        ratio=float(used @ expected) / norm**2,
+        elements=len(used),
+        additions=len(parts) + 1,
+        spread=max(float(parts.double().norm(dim=1).sum()) / norm, 1.0),
+        epsilon=torch.finfo(parts.dtype).eps,
+    )
+
+
+def test_a_factor_is_named_by_what_it_equals() -> None:
+    of = partial(Difference, elements=100, additions=8, spread=1.0, epsilon=1e-7)
+    for ratio, words in ((4.0, "= W"), (0.25, "= 1/W"), (8.0, "= G"), (0.125, "= 1/G"), (3.0, "a factor of 3")):
+        assert looks_like([of("a", abs(ratio - 1), ratio)] * 2, steps=8, ranks=4).endswith(words)
+
+
+def test_parameters_are_small_and_spread() -> None:
+    def named(place: int, numel: int) -> Watched:
+        return Watched(str(place), torch.zeros(()), lambda: None, numel, lambda gradient: gradient)
+
+    many = [named(place, 10**6 if place % 2 else 100) for place in range(101)]
+    places = [int(each.name) for each in spread(many)]
+    assert len(places) == 8 and places[0] == 0 and places[-1] == 100 and not any(place % 2 for place in places)
+    assert [each.name for each in spread([named(0, 10**6), named(1, 2**16), named(2, 2**17)])] == ["1"]
+    assert spread([named(0, 10**6)]) == []
