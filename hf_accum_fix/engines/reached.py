@@ -55,7 +55,7 @@ class Verdict:
 
     Attributes:
         words: "yes, ...", "no, ..." or "not checked: ...".
-        error: of what the optimizer uses, relative, in the norm of all parameters; None: not checked.
+        error: of what the optimizer uses, relative, in the norm of all parameters; None: not checked, or not finite.
         wrong: it is more than rounding.
         final: no other window can say more.
     """
@@ -247,7 +247,9 @@ def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: f
     ratio = sum(each.ratio for each in wrong) / len(wrong)
     amount = f"{ratio:.3g} of it, off by {error:.2g}" if math.isfinite(error) else "nothing finite"
     words = f"{amount}, on {len(wrong)} of {several}"
-    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks)})", error, wrong=True)
+    # A report is data for JSON.
+    finite = error if math.isfinite(error) else None
+    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks)})", finite, wrong=True)
 
 
 def _epsilon(name: str) -> float:
