@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -56,8 +57,9 @@ def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
     }
     samples, name = sorted(map(hash_of, scene.every)), _class_of(scene.trainer)
     side = _side(scene.trainer, name, fingerprint(scene.trainer.model), samples, found)
-    items = scene.count(scene.every)
-    return Proof(side, str(scene.contract), items, reference.words, reference.noise.floor, reference.tolerance)
+    types = sorted({side.parameters[each][1] for each in found})
+    side = replace(side, layout=f"{reference.words}, {' and '.join(types)}")
+    return Proof(side, str(scene.contract), scene.count(scene.every), reference.noise.floor, reference.tolerance)
 
 
 def hold_against(trainer: Any, proof: Proof) -> Against:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from tests.backends.rows import by_tp_plan, fsdp_argument, zero
 from tests.backends.sequence_parallel import stacked
+from tests.backends.trajectory import offloading_on_a_cpu
 
 SAMPLES, SIZES = 20, {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -71,7 +73,11 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        more = zero(int(words.engine[4]))
+        more = zero(int(words.engine[4]), *(["optimizer"] if "offloaded" in words.engine else []))
+        stack = contextlib.ExitStack()
+        stack.enter_context(offloading_on_a_cpu())
+        # It outlives this function.
+        stack.pop_all()
     if words.engine.startswith("fsdp"):
         more = fsdp_argument(int(words.engine[4]))
     arguments = TrainingArguments(
