@@ -344,16 +344,21 @@ def _against(saved: Path, *words: str, ranks: int = 2) -> tuple[int, dict[str, A
 
 _ENGINES = [
     *[pytest.param(each, marks=pytest.mark.slow) for each in ("", "fsdp1", "fsdp2", "tp")],
-    *[pytest.param(f"zero{stage}", marks=pytest.mark.deepspeed) for stage in (0, 1, 2, 3)],
+    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero0", "zero1", "zero2", "zero3", "sp2", "sp3")],
 ]
 
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_two_ranks_of_every_engine(saved: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if engine.startswith("zero"):
+    if engine.startswith(("zero", "sp")):
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    of = ["--engine", engine, "--size", "2", "--steps", "4" if engine == "tp" else "2"]
+    of = ["--engine", engine, "--size", "2", "--steps", "4" if engine.startswith(("tp", "sp")) else "2"]
+    if engine.startswith("sp"):
+        # Stock weights parts of samples as if they had equally many tokens.
+        code, answer, output = _against(saved, *of)
+        assert code == 1 and "another direction" in answer["verdict"]["words"], output
+        of.append("--apply")
     code, answer, output = _against(saved, *of)
     assert code == 0 and answer["ok"] and answer["error"] < 1e-6, output
     assert "trained\n" not in output
