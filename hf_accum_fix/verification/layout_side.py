@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.overrides.trainer_facts import data_ranks
+from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, Projected, hashed, parts_of, project
 from hf_accum_fix.verification.proof import Against, Proof, Side, hash_of, judge
@@ -56,8 +57,9 @@ def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
     }
     samples, name = sorted(map(hash_of, scene.every)), _class_of(scene.trainer)
     side = _side(scene.trainer, name, fingerprint(scene.trainer.model), samples, found)
-    items = scene.count(scene.every)
-    return Proof(side, str(scene.contract), items, reference.words, reference.noise.floor, reference.tolerance)
+    types = sorted({side.parameters[each][1] for each in found})
+    side = replace(side, layout=f"{reference.words}, {' and '.join(types)}")
+    return Proof(side, str(scene.contract), scene.count(scene.every), reference.noise.floor, reference.tolerance)
 
 
 def hold_against(trainer: Any, proof: Proof) -> Against:
@@ -72,7 +74,9 @@ def hold_against(trainer: Any, proof: Proof) -> Against:
     with restored(trainer):
         drawn = draw(trainer, 1, None)
     _refuse_random(drawn)
-    hashes = [hash_of(row) for row in drawn.windows[0][: size * steps]]
+    # Ranks that cut their samples take turns with them.
+    own = size * steps // parallel_size(trainer, "sp")
+    hashes = [hash_of(row) for row in drawn.windows[0][:own]]
     every = [each for rank in (gather_object([hashes]) if trainer.args.world_size > 1 else [hashes]) for each in rank]
     # Ranks that share a model share their samples.
     samples = sorted(every)[:: trainer.args.world_size // data_ranks(trainer)]
@@ -213,7 +217,8 @@ def _engine(trainer: TrainerLike) -> str:
     """What stands around the model, in words."""
     state, kind = trainer.accelerator.state, trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
-        return f"DeepSpeed ZeRO-{state.deepspeed_plugin.zero_stage}"
+        cut = parallel_size(trainer, "sp")
+        return f"DeepSpeed ZeRO-{state.deepspeed_plugin.zero_stage}" + (f", sequence parallel {cut}" if cut > 1 else "")
     if kind == DistributedType.FSDP:
         return f"FSDP{getattr(state.fsdp_plugin, 'fsdp_version', 1)}"
     shared = trainer.args.world_size // data_ranks(trainer)

@@ -29,6 +29,8 @@ _ROUNDINGS: Final = {False: 64.0, True: 4.0}
 _WIDEST: Final = 0.1
 #: A parameter's error counts from this part of the mean parameter's gradient on.
 _SMALL: Final = 1e-2
+#: Below this factor some of the gradient is missing.
+_LOST: Final = 0.9
 #: Names that are listed.
 _SHOWN: Final = 3
 
@@ -39,7 +41,7 @@ class Side:
 
     Attributes:
         model: class of the model.
-        layout: engine, ranks, samples x accumulation steps, in words.
+        layout: engine, ranks, samples x accumulation steps, in words; of a proof, how the full batch was computed.
         ranks, steps: W and G.
         eps: machine epsilon of the coarsest dtype that it computes in.
         releases: by package.
@@ -61,12 +63,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Proof:
-    """The side of the full batch; ``loss``, ``items``, ``reference``, ``floor`` and ``tolerance`` as in the report."""
+    """The side of the full batch; ``loss`` is the contract in words, the others are as in the report."""
 
     side: Side
     loss: str
     items: float | None
-    reference: str
     floor: float
     tolerance: float
 
@@ -132,7 +133,7 @@ class Against:
         lines = [
             str(self.verdict),
             f"here: {self.side.model}, {self.side.layout}",
-            f"proof: {of_proof.layout}, {len(of_proof.samples)} samples{count}; {self.proof.reference}; {made}",
+            f"proof: {len(of_proof.samples)} samples{count}, {of_proof.layout}; {made}",
         ]
         if self.error is not None:
             lines.append(
@@ -217,7 +218,8 @@ def _why(
         named = _listed([_of_one(name, wanted[name], found[name]) for name in off])
         return f"{named} alone; the other {len(wanted) - len(off)} are right"
     worst = sorted(distances, key=lambda name: -distances[name])
-    return f"another direction, along the proof's {factor:.4g} times; most in {_listed(worst)}"
+    lost = ", as where micro-batches are lost" if factor < _LOST else ""
+    return f"another direction, along the proof's {factor:.4g} times{lost}; most in {_listed(worst)}"
 
 
 def _of_one(name: str, wanted: Projected, found: Projected) -> str:
@@ -230,7 +232,7 @@ def _of_one(name: str, wanted: Projected, found: Projected) -> str:
 
 def _named(factor: float, ranks: int, steps: int) -> str:
     """What a factor may be: W, G, G x W, or one over it."""
-    of = {"W": ranks, "G": steps, "G x W": ranks * steps}
+    of = {"W": ranks, "G": steps, **({"G x W": ranks * steps} if min(ranks, steps) > 1 else {})}
     found = [
         name if sign == 1 else f"1 / ({name})"
         for (name, number), sign in pairs(of.items(), (1, -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +15,10 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import hf_accum_fix
 from tests.backends.rows import by_tp_plan, fsdp_argument, zero
-from tests.backends.sequence_parallel import stacked
+from tests.backends.sequence_parallel import stacked, ulysses
+from tests.backends.trajectory import offloading_on_a_cpu
 
 SAMPLES, SIZES = 20, {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -27,6 +30,12 @@ def samples() -> list[dict[str, Tensor]]:
     draws = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, 64, (3 + 5 * at % 9,), generator=draws) for at in range(SAMPLES)]
     return [{"input_ids": ids, "labels": ids, "position_ids": torch.arange(len(ids))} for ids in rows]
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Of one width, since gloo gathers equal ones alone."""
+    widest = {"input_ids": torch.zeros(12).long(), "labels": torch.full((12,), -100), "position_ids": torch.arange(12)}
+    return {key: value[: len(rows)] for key, value in stacked([*rows, widest]).items()}
 
 
 class Faulty(Trainer):
@@ -65,13 +74,23 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
     parser.add_argument("--engine", default="")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fault", default="")
+    parser.add_argument("--apply", action="store_true")
     words = parser.parse_args(given)
+    if words.apply:
+        hf_accum_fix.apply()
     more: dict[str, Any] = {}
-    if words.engine.startswith("zero"):
+    if words.engine.startswith(("zero", "sp")):
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        more = zero(int(words.engine[4]))
+        more = zero(int(words.engine.lstrip("zerosp")[0]), *(["optimizer"] if "offloaded" in words.engine else []))
+        stack = contextlib.ExitStack()
+        stack.enter_context(offloading_on_a_cpu())
+        # It outlives this function.
+        stack.pop_all()
+    if words.engine.startswith("sp"):
+        deepspeed.init_distributed("gloo")
+        more |= ulysses(2)
     if words.engine.startswith("fsdp"):
         more = fsdp_argument(int(words.engine[4]))
     arguments = TrainingArguments(
@@ -97,7 +116,7 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
         model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 1.01 * gradient)
     if words.fault == "frozen":
         model.lm_head.weight.register_hook(torch.zeros_like)
-    trainer = Faulty(model=model, args=arguments, train_dataset=samples(), data_collator=stacked)
+    trainer = Faulty(model=model, args=arguments, train_dataset=samples(), data_collator=collate)
     trainer.fault = words.fault
     return trainer
 

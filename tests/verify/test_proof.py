@@ -10,6 +10,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_accum_fix
 from hf_accum_fix.cli import main
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.upstream.engine_defects import engine_defects_of
 from hf_accum_fix.verification.layout_side import hold_against
 from hf_accum_fix.verification.projection import (
     BUCKETS,
@@ -40,7 +42,7 @@ from tests.cli.processes import environment, start
 from tests.ranks import on_ranks
 from tests.torchrun import torchrun
 from tests.verify import proof_script
-from tests.verify.trainers import small
+from tests.verify.trainers import Regression, small, trainer_of
 
 SCRIPT = Path(proof_script.__file__)
 
@@ -150,7 +152,7 @@ def _side(factor: float = 1.0, changed: dict[int, float] | None = None, **what: 
 
 
 def _proof(**what: Any) -> Proof:
-    return replace(Proof(_side(), "divides", 40.0, "full batch", 1e-7, 8e-7), **what)
+    return replace(Proof(_side(), "divides", 40.0, 1e-7, 8e-7), **what)
 
 
 def test_the_same_is_the_same() -> None:
@@ -301,13 +303,25 @@ def test_clipping_and_dropout_are_off(saved: Path) -> None:
     assert hold_against(trainer, Proof.load(saved))
 
 
+@pytest.mark.parametrize("cls", [Trainer, hf_accum_fix.GlobalBatchTrainer])
+def test_stock_and_this_package_against_one_proof(cls: type, tmp_path: Path) -> None:
+    """A head that drops the number: stock is G times too large."""
+    head, path = "bert-classes", tmp_path / "p.json"
+    made = trainer_of(head, tmp_path, per_device=8, accumulate=1)
+    assert hf_accum_fix.verify(made, [8], with_apply=False, eval_samples=0, save=path)
+    found = hold_against(trainer_of(head, tmp_path, cls=cls, per_device=2, accumulate=4), Proof.load(path))
+    if cls is Trainer:
+        assert "4 times the proof's in every parameter (G)" in found.verdict.words
+        with hf_accum_fix.apply(quiet=True):
+            found = hold_against(trainer_of(head, tmp_path, per_device=2, accumulate=4), Proof.load(path))
+    assert found, str(found)
+
+
 def test_a_random_collator_is_refused(tmp_path: Path) -> None:
     samples = [{"x": torch.ones(4), "labels": torch.tensor(1.0)} for _ in range(8)]
 
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
         return {"x": torch.randn(len(rows), 4), "labels": torch.ones(len(rows))}
-
-    from tests.verify.trainers import Regression
 
     trainer = small(Regression(), tmp_path, samples, data_collator=collate)
     with pytest.raises(UnsupportedSetupError, match="random collator"):
@@ -321,31 +335,60 @@ def test_a_random_collator_is_refused(tmp_path: Path) -> None:
 # --- the command, on every engine -------------------------------------------------------------------------------------
 
 
-def _against(saved: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+def _against(saved: Path, *words: str, ranks: int = 2) -> tuple[int, dict[str, Any], str]:
     answer = saved.with_name("answer.json")
     answer.unlink(missing_ok=True)
-    done = torchrun("hf_accum_fix", "verify", "--against", saved, "--json", answer, SCRIPT, *words)
+    done = torchrun("hf_accum_fix", "verify", "--against", saved, "--json", answer, SCRIPT, *words, ranks=ranks)
     return done.returncode, json.loads(answer.read_text()) if answer.is_file() else {}, done.stdout + done.stderr
 
 
 _ENGINES = [
     *[pytest.param(each, marks=pytest.mark.slow) for each in ("", "fsdp1", "fsdp2", "tp")],
-    *[pytest.param(f"zero{stage}", marks=pytest.mark.deepspeed) for stage in (0, 1, 2, 3)],
+    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero0", "zero1", "zero2", "zero3", "sp2", "sp3")],
 ]
 
 
 @pytest.mark.parametrize("engine", _ENGINES)
 def test_two_ranks_of_every_engine(saved: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if engine.startswith("zero"):
+    if engine.startswith(("zero", "sp")):
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    of = ["--engine", engine, "--size", "2", "--steps", "4" if engine == "tp" else "2"]
+    of = ["--engine", engine, "--size", "2", "--steps", "4" if engine.startswith(("tp", "sp")) else "2"]
+    if engine.startswith("sp"):
+        # Stock weights parts of samples as if they had equally many tokens.
+        code, answer, output = _against(saved, *of)
+        assert code == 1 and "another direction" in answer["verdict"]["words"], output
+        of.append("--apply")
     code, answer, output = _against(saved, *of)
     assert code == 0 and answer["ok"] and answer["error"] < 1e-6, output
     assert "trained\n" not in output
     code, answer, output = _against(saved, *of, "--fault", "twice")
     # Under torchrun.
     assert code == 1 and "2 times the proof's in every parameter" in answer["verdict"]["words"], output
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_that_loses_micro_batches_is_found_without_its_name(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shown by 0.18.9, as ``backends/test_engine_defects.py``; one rank, as there."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    wrong = bool(engine_defects_of("deepspeed", version("deepspeed")))
+    whole, _, output = _against(saved, "--engine", "zero2-offloaded", ranks=1)
+    assert whole == 0, output
+    code, answer, output = _against(saved, "--engine", "zero2-offloaded", "--size", "1", "--steps", "8", ranks=1)
+    assert code == int(wrong), output
+    assert ("as where micro-batches are lost" in answer["verdict"]["words"]) is wrong
+
+
+@pytest.mark.slow
+def test_a_proof_by_two_ranks_is_one_process_own(tmp_path: Path) -> None:
+    proof = tmp_path / "proof.json"
+    words = ["--size", "2", "--steps", "2"]
+    made = torchrun("hf_accum_fix", "verify", "--save", proof, "--splits", "2x2", SCRIPT, *words)
+    assert made.returncode == 0, made.stderr
+    assert hold_against(proof_script.trainer_of(["--size", "4", "--steps", "2"]), Proof.load(proof))
 
 
 @pytest.mark.slow
