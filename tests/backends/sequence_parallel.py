@@ -129,6 +129,12 @@ def plain_sgd(
     return moved(exact, start), losses, norms
 
 
+#: (model, windows of samples, max_norm) -> change of the parameters, losses and norms.
+Reference = Callable[
+    [nn.Module, Sequence[Sequence[dict[str, Tensor]]], float], tuple[dict[str, Tensor], list[float], list[float]]
+]
+
+
 def ulysses(ranks: int) -> dict[str, Any]:
     """The argument that cuts samples over two ranks; two of four ranks hold other samples."""
     from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -164,12 +170,13 @@ def under_ulysses(
     *,
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
     arguments: Mapping[str, Any] = MappingProxyType({}),
+    reference: Reference | None = None,
     **options: Any,
 ) -> Cut:
     """Two steps by the Trainer under DeepSpeed's sequence parallelism.
 
-    ``split``: b and G; ``adapt``: what is made of the model; ``arguments``: of TrainingArguments; ``options``: of
-    apply().
+    ``split``: b and G; ``adapt``: what is made of the model; ``arguments``: of TrainingArguments; ``reference``: what
+    is right; None: `plain_sgd`; ``options``: of apply().
     """
     # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
     unset_hf_deepspeed_config()
@@ -177,7 +184,8 @@ def under_ulysses(
     with variables(LAUNCHED_DEEPSPEED), applied(path, **options), registered():
         given = {**zero(stage), **ulysses(ranks), **arguments}
         try:
-            return stepped(model, ranks, split, path, max_norm, targets, Backend("", DEEPSPEED), given)
+            backend = Backend("", DEEPSPEED)
+            return stepped(model, ranks, split, path, max_norm, targets, backend, given, reference or plain_sgd)
         finally:
             unset_hf_deepspeed_config()
 
@@ -329,12 +337,13 @@ def stepped(
     targets: Sequence[tuple[int, int]],
     backend: Backend,
     arguments: dict[str, Any],
+    reference: Reference = plain_sgd,
 ) -> Cut:
     """Two steps of a model; ``arguments``: of TrainingArguments."""
     b, steps = split
     rows = samples(targets, 3 * ranks * b * steps)
     windows = [of_window(rows, ranks, split, window, backend.wrapped == DEEPSPEED) for window in range(2)]
-    change, losses, norms = plain_sgd(model, windows, max_norm)
+    change, losses, norms = reference(model, windows, max_norm)
     start = trainable(model)
     given = {"ddp_backend": "gloo", "max_grad_norm": max_norm, "max_steps": 2, "learning_rate": RATE, **arguments}
     args = training_arguments(Path(tempfile.gettempdir()) / "cut", *split, **given)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.backends import sequence_parallel as cut
 from tests.cli.processes import ROOT, RUN, environment, start
-from tests.numerics.parity import relative
+from tests.numerics.parity import moved, relative, trainable
 from tests.ranks import on_ranks
 
 
@@ -70,3 +77,58 @@ def test_an_unedited_script_that_accelerate_launches_under_the_command(tmp_path:
         errors.append((relative(found, change), abs(logged["loss"] / losses[0] - 1)))
     ours, stock = errors
     assert max(ours) <= 4e-6 and stock[0] > 0.9, errors
+
+
+# --- a mixture of experts: its router's loss is the mean over the parts of samples ------------------------------------
+
+EXPERTS, CHOSEN, WEIGHT, ROWS = 4, 2, 0.5, 2
+
+
+def mixtral(_: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "experts_implementation": "eager"}
+    router = {"output_router_logits": True, "router_aux_loss_coef": WEIGHT}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "sdpa"}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts, **router, **tokens))
+
+
+def sgd_with_router(
+    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], _: float
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """The mean over all targets, and that of the router's losses of each half of each micro-batch, in float64."""
+    exact = copy.deepcopy(model).double()
+    start, losses = trainable(exact), []
+    for rows in windows:
+        exact.zero_grad()
+        total, targets, router = torch.zeros(()), 0, []
+        for at in range(0, len(rows), ROWS):
+            batch = cut.stacked(rows[at : at + ROWS])
+            out = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+            labels, (count, length) = batch["labels"][:, 1:].flatten(), batch["input_ids"].shape
+            logits = out.logits[:, :-1].flatten(0, 1)
+            total, targets = total + cross_entropy(logits, labels, reduction="sum"), targets + int((labels >= 0).sum())
+            of_layers = [each.view(count, length, EXPERTS) for each in out.router_logits]
+            for half in (slice(0, length // 2), slice(length // 2, length)):
+                own = tuple(each[:, half].reshape(-1, EXPERTS) for each in of_layers)
+                router.append(load_balancing_loss_func(own, EXPERTS, CHOSEN))
+        loss = total / targets + WEIGHT * torch.stack(router).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for parameter in (each for each in exact.parameters() if each.grad is not None):
+                parameter -= cut.RATE * parameter.grad
+    return moved(exact, start), losses, [math.nan] * len(losses)
+
+
+def routed(path: str) -> cut.Cut:
+    return cut.under_ulysses(2, 2, (ROWS, 2), path, adapt=mixtral, reference=sgd_with_router)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(200)
+def test_a_router_loss_is_the_mean_over_parts() -> None:
+    ours, stock = on_ranks(routed, "apply")[0], on_ranks(routed, "stock")[0]
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
+    assert stock.error > 0.9
