@@ -173,6 +173,10 @@ def unsuitable(ranks: Ranks) -> str:
         return f"{ranks.world_size} ranks share the samples in {ranks.data_ranks} groups"
     if getattr(ranks.accelerator, "has_lomo_optimizer", False):
         return _STEPS_INSIDE
+    if is_deepspeed(ranks.accelerator):
+        optimizer = ranks.accelerator.deepspeed_engine_wrapped.engine.optimizer
+        # Reading would read and write files.
+        return "the optimizer's state is swapped to files" if getattr(optimizer, "swap_optimizer", False) else ""
     return ""
 
 

@@ -38,6 +38,7 @@ class Watched:
         size: the norms of all that was added, summed; 0-dim.
         dtype: of what was delivered.
         failed: something on the way failed, on this rank.
+        shown: that the optimizer has no gradient shows as None; else None is also what cannot be read (DeepSpeed).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Watched:
     size: Tensor | None = None
     dtype: torch.dtype | None = None
     failed: bool = False
+    shown: bool = True
 
     def deliver(self, gradient: Tensor) -> None:
         """A hook on the leaf; an error in it would end the backward."""
@@ -62,7 +64,10 @@ class Watched:
     def read(self) -> Tensor | None:
         """What the optimizer is about to use; None: nothing, or it cannot be read."""
         try:
-            return self.used()
+            gradient = self.used()
+            hidden = gradient is None and not self.shown and self.total is not None and bool(self.total.any())
+            self.failed = self.failed or hidden
+            return gradient
         except Exception:
             logger.debug("reading the gradient of %s failed", self.name, exc_info=True)
             self.failed = True
@@ -99,7 +104,7 @@ def choose(accelerator: AcceleratorLike | None, model: nn.Module) -> list[Watche
             used = partial(import_module("deepspeed").utils.safe_get_full_grad, parameter)
         # ZeRO-3 keeps the number of elements apart.
         numel = getattr(parameter, "ds_numel", None) or _plain(leaf).numel()
-        found.append(Watched(_bare_name(name), leaf, used, numel, _flat))
+        found.append(Watched(_bare_name(name), leaf, used, numel, _flat, shown=not is_deepspeed(accelerator)))
     return spread(found)
 
 

@@ -181,6 +181,17 @@ def test_a_micro_batch_that_fails_ends_no_training() -> None:
     assert words == "not checked: a micro-batch, or reading its gradient, failed on a rank"
 
 
+@pytest.mark.parametrize(
+    ("shown", "delivered", "failed"), [(True, 1.0, False), (False, 1.0, True), (False, 0.0, False)]
+)
+def test_a_gradient_that_an_engine_does_not_show_is_not_called_lost(
+    shown: bool, delivered: float, failed: bool
+) -> None:
+    each = Watched("weight", torch.zeros(2), lambda: None, 2, lambda gradient: gradient, shown=shown)
+    each.deliver(torch.full((2,), delivered))
+    assert each.read() is None and each.failed == failed
+
+
 def test_a_parameter_that_is_frozen_on_the_way_ends_no_training() -> None:
     def freeze(model: nn.Module, place: int) -> None:
         if place == 0:
