@@ -125,7 +125,8 @@ def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Projected]]:
 
         if not model._use_orig_params:
             raise UnsupportedSetupError(
-                "got FSDP1 with use_orig_params=False, whose gradients have no names; expected True; set it in fsdp_config"
+                "got FSDP1 with use_orig_params=False, whose gradients have no names; expected True; set it in "
+                "fsdp_config"
             )
         whole = FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True)
     with whole:

@@ -117,6 +117,16 @@ def test_float32_inside_of_the_loss_is_no_fault() -> None:
     assert report.tolerance > 1e-5
 
 
+def test_a_loss_may_write_into_its_micro_batch() -> None:
+    def loss(rows: dict[str, Tensor], window: Window | None = None) -> Tensor:
+        assert window is not None
+        rows["mask"] *= 0.5
+        rows["logprobs"].clamp_(max=0.5)
+        return 2 * policy(rows) / share(window)
+
+    assert_split_invariant(loss, batch())
+
+
 def test_many_samples_are_split_at_random() -> None:
     rows: dict[str, Any] = {"x": torch.randn(40, requires_grad=True), "scale": 2.0, "names": ["a"] * 40}
     report = assert_split_invariant(lambda micro, window: micro["scale"] * micro["x"].square().sum(), rows)
