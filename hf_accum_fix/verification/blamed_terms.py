@@ -131,8 +131,8 @@ def _sum(shares: Sequence[TermShare]) -> Tensor:
 
 
 def _shown(place: tuple[str, ...], of_line: int) -> str:
-    """The outermost and the innermost line of code of a term."""
-    lines = [*dict.fromkeys([*place[:1], *place[-2:-1]])] if place[:-1] else ["the terms together"]
+    """The outermost and the two innermost lines of code of a term."""
+    lines = [*dict.fromkeys([*place[:1], *place[:-1][-2:]])] if place[:-1] else ["the terms together"]
     number = f" (term {int(place[-1]) + 1} of this line)" if of_line > 1 and place[-1] else ""
     return " > ".join(each if len(each) < _WIDEST else f"{each[:_WIDEST]}..." for each in lines) + number
 

@@ -50,11 +50,7 @@ def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
         )
     _refuse_random(drawn)
     names = [name for name, each in _named(scene.trainer.model) if each.requires_grad]
-    found = {
-        name: project(name, parts_of(each))
-        for name, each in zip(names, reference.gradient, strict=True)
-        if each is not None
-    }
+    found = {name: _projected(name, each) for name, each in zip(names, reference.gradient, strict=True)}
     samples, name = sorted(map(hash_of, scene.every)), _class_of(scene.trainer)
     side = _side(scene.trainer, name, fingerprint(scene.trainer.model), samples, found)
     types = sorted({side.parameters[each][1] for each in found})
@@ -84,7 +80,8 @@ def hold_against(trainer: Any, proof: Proof) -> Against:
     # FSDP2 makes another class of it.
     name, parameters = _class_of(trainer), fingerprint(trainer.model)
     reached: dict[str, Projected] = {}
-    trainer.args.max_grad_norm, trainer.args.eval_on_start = 0.0, False
+    # Bypass __setattr__, which may validate on assignment.
+    vars(trainer.args).update(max_grad_norm=0.0, eval_on_start=False)
     trainer.callback_handler.callbacks = [DefaultFlowCallback(), _BeforeTheStep(trainer, reached)]
     try:
         trainer.train()
@@ -127,13 +124,21 @@ def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Projected]]:
     elif any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        if not model._use_orig_params:
+            raise UnsupportedSetupError(
+                "got FSDP1 with use_orig_params=False, whose gradients have no names; expected True; set it in "
+                "fsdp_config"
+            )
         whole = FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True)
     with whole:
         for name, each in _named(model):
             if each.requires_grad:
-                gradient = taken(each)
-                # On every rank, also where this one has no part.
-                yield name, project(name, parts_of(torch.zeros(0) if gradient is None else gradient))
+                yield name, _projected(name, taken(each))
+
+
+def _projected(name: str, gradient: Tensor | None) -> Projected:
+    """The projections of this rank's part of a gradient; None: zero."""
+    return project(name, parts_of(torch.zeros(0) if gradient is None else gradient))
 
 
 def fingerprint(model: nn.Module) -> dict[str, tuple[list[int], str, int]]:

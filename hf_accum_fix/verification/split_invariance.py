@@ -161,8 +161,10 @@ class _Runs:
             raise OptionsError(f"got a batch of {lengths} rows; expected equally many, and at least 2; pass [B, ...]")
         self.samples = next(iter(lengths.values()))
         self.eps = max([torch.finfo(x.dtype).eps for x in self._parameters], default=torch.finfo(torch.float64).eps)
-        several = [each for each in inspect.signature(loss_fn).parameters.values() if each.default is each.empty]
-        self._takes_window = len(several) > 1 or any(each.kind is each.VAR_POSITIONAL for each in several)
+        known = inspect.signature(loss_fn).parameters
+        needed = [each for each in known.values() if each.default is each.empty]
+        several = len(needed) > 1 or any(each.kind is each.VAR_POSITIONAL for each in needed)
+        self._takes_window = several or "window" in known
 
     def gradient(self, layout: Layout) -> Tensor:
         """The gradient that the optimizer gets, in one vector, float64."""
@@ -182,7 +184,9 @@ class _Runs:
             first = place // each * each
             of_rank = self._rows(ends[first], ends[first + each])
             leaves = {key: self._batch[key][start:stop].clone().requires_grad_() for key in self._trained}
-            given = {**self._rows(start, stop), **{key: leaf.clone() for key, leaf in leaves.items()}}
+            # Copies, which a loss may write into.
+            rows = {key: x.clone() if isinstance(x, Tensor) else x for key, x in self._rows(start, stop).items()}
+            given = {**rows, **{key: leaf.clone() for key, leaf in leaves.items()}}
             window = Window(dict(self._batch), of_rank, each, layout.ranks)
             loss = self._loss_fn(given, window) if self._takes_window else self._loss_fn(given)
             if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -74,6 +74,7 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
     parser.add_argument("--engine", default="")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fault", default="")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--apply", action="store_true")
     words = parser.parse_args(given)
     if words.apply:
@@ -110,7 +111,10 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
         cpu = torch.device("cpu")
         PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=cpu)
     torch.manual_seed(words.seed)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **TOKENS))
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **TOKENS)).to(getattr(torch, words.dtype))
+    if words.fault == "unused":
+        # No fault: a parameter that the loss does not use.
+        model.unused = torch.nn.Parameter(torch.ones(3))
     model = by_tp_plan(model) if words.engine == "tp" else model
     if words.fault == "layer":
         model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 1.01 * gradient)

@@ -289,6 +289,25 @@ def test_a_planted_fault_is_found(saved: Path, fault: str, words: str) -> None:
     assert found.verdict.kind is Kind.OFF and words in str(found), str(found)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_precisions(dtype: str, tmp_path: Path) -> None:
+    """In bfloat16 1 % of one parameter is rounding; half of the gradient is not."""
+    path, split = tmp_path / "p.json", ["--dtype", dtype, "--size", "2", "--steps", "4"]
+    hf_accum_fix.verify(proof_script.trainer_of(["--dtype", dtype]), [8], with_apply=False, eval_samples=0, save=path)
+    proof = Proof.load(path)
+    right = hold_against(proof_script.trainer_of(split), proof)
+    assert right and right.error is not None and right.error < (1e-13 if dtype == "float64" else 0.03), str(right)
+    for fault in ("twice", "drop", "clip", "frozen", *(["layer"] if dtype == "float64" else [])):
+        found = hold_against(proof_script.trainer_of([*split, "--fault", fault]), proof)
+        assert found.verdict.kind is Kind.OFF, f"{fault}: {found}"
+
+
+def test_a_parameter_that_no_loss_uses_is_no_fault(tmp_path: Path) -> None:
+    path, unused = tmp_path / "p.json", ["--fault", "unused"]
+    hf_accum_fix.verify(proof_script.trainer_of(unused), [8], with_apply=False, eval_samples=0, save=path)
+    assert hold_against(proof_script.trainer_of([*unused, "--size", "2", "--steps", "4"]), Proof.load(path))
+
+
 def test_other_weights_are_no_fault(saved: Path) -> None:
     found = hold_against(proof_script.trainer_of(["--seed", "1"]), Proof.load(saved))
     assert found.verdict.kind is Kind.COULD_NOT_TELL and "the initial weights differ" in str(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -117,6 +118,16 @@ def test_float32_inside_of_the_loss_is_no_fault() -> None:
     assert report.tolerance > 1e-5
 
 
+def test_a_loss_may_write_into_its_micro_batch() -> None:
+    def loss(rows: dict[str, Tensor], window: Window | None = None) -> Tensor:
+        assert window is not None
+        rows["mask"] *= 0.5
+        rows["logprobs"].clamp_(max=0.5)
+        return 2 * policy(rows) / share(window)
+
+    assert_split_invariant(loss, batch())
+
+
 def test_many_samples_are_split_at_random() -> None:
     rows: dict[str, Any] = {"x": torch.randn(40, requires_grad=True), "scale": 2.0, "names": ["a"] * 40}
     report = assert_split_invariant(lambda micro, window: micro["scale"] * micro["x"].square().sum(), rows)
@@ -148,3 +159,57 @@ def test_what_cannot_be_split_is_refused(loss: Any, rows: dict[str, Any], got: s
 def test_tokens_are_uneven() -> None:
     """Else means of micro-batch means would pass."""
     assert float(tokens(batch())) == 20.0
+
+
+def _term_by_window(rows: Any, window: Window) -> Tensor:
+    return policy(rows) / share(window)
+
+
+def _term_by_samples(rows: Any, window: Window) -> Tensor:
+    per_sample = (rows["values"].square() * rows["mask"]).sum(-1) / rows["mask"].sum(-1)
+    return per_sample.sum() / len(window.batch["mask"]) * window.ranks
+
+
+def _term_of_a_stack(rows: Any, window: Window) -> Tensor:
+    return torch.stack([x.exp().sum() for x in rows["values"]]).sum() / share(window)
+
+
+def _local_mean(rows: Any, window: Window) -> Tensor:
+    return rows["logprobs"][rows["mask"] > 0].mean()
+
+
+def _local_count(rows: Any, window: Window) -> Tensor:
+    return (rows["values"] * rows["mask"]).sum() / rows["mask"].sum()
+
+
+def _local_huber(rows: Any, window: Window) -> Tensor:
+    return torch.nn.functional.smooth_l1_loss(rows["values"], rows["returns"])
+
+
+def _root(rows: Any, window: Window) -> Tensor:
+    return rows["values"].square().sum().sqrt()
+
+
+_RIGHT, _WRONG = (
+    (_term_by_window, _term_by_samples, _term_of_a_stack),
+    (_local_mean, _local_count, _local_huber, _root),
+)
+
+
+@pytest.mark.parametrize("right", _RIGHT, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("other", _RIGHT + _WRONG, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("wrong", _WRONG, ids=lambda each: each.__name__)
+def test_of_three_terms_the_wrong_ones_are_named(right: Any, other: Any, wrong: Any) -> None:
+    terms = [right, other, wrong]
+
+    def loss(rows: Any, window: Window) -> Tensor:
+        total: Any = 0.0
+        for weight, term in zip((1.0, 0.5, -0.3), terms, strict=True):
+            total = total + weight * term(rows, window)
+        return total
+
+    lines = split_invariance(loss, batch()).words[1:]
+    code = {term: inspect.getsource(term).splitlines()[-1].strip() for term in terms}
+    for term in {*terms}:
+        said = {line[:4] for line in lines if code[term].removeprefix("return ")[:30] in line}
+        assert said == ({"off:"} if term in _WRONG else {"righ"}), "\n".join(lines)
