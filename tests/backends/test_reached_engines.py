@@ -20,7 +20,8 @@ ENGINES = (
 
 def every_case() -> Iterator[Any]:
     for name, backend in BACKENDS.items():
-        yield pytest.param(name, marks=backend.mark if name in ENGINES else pytest.mark.thorough)
+        shown = backend.compiles or name in ENGINES
+        yield pytest.param(name, marks=backend.mark if shown else pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
