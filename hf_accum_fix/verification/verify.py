@@ -114,11 +114,12 @@ def _check(trainer: TrainerLike) -> None:
     if engine in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise UnsupportedSetupError(
             f"got {engine.value}, which shards gradients; expected one process or DistributedDataParallel; verify "
-            "there, with the same model, data and arguments"
+            "there, with the same model, data and arguments: hf-accum-fix verify --save proof.json, then --against here"
         )
     if data_ranks(trainer) < trainer.args.world_size:
         raise UnsupportedSetupError(
-            "got tensor-parallel ranks, which shard gradients; expected data-parallel ranks; omit tp_plan"
+            "got tensor-parallel ranks, which shard gradients; expected data-parallel ranks; verify --save proof.json "
+            "without tp_plan, then --against here"
         )
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedSetupError(
