@@ -21,6 +21,14 @@ def is_deepspeed(accelerator: AcceleratorLike | None) -> TypeGuard[AcceleratorLi
     return accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
+def is_being_made(accelerator: AcceleratorLike | None) -> bool:
+    """Whether DeepSpeed's engine is still to be there, whose making may step the optimizer on zeros.
+
+    Source: ``initialize_optimizer_states`` of ``FP16_UnfusedOptimizer`` and of the ZeRO optimizers (DeepSpeed).
+    """
+    return is_deepspeed(accelerator) and getattr(accelerator, "deepspeed_engine_wrapped", None) is None
+
+
 def engine_divisor(accelerator: AcceleratorLike | None, *, scale_wrt_gas: bool | None = None, **_: Any) -> int:
     """The number that the engine divides a loss by; the keyword arguments are those of its ``backward``."""
     if accelerator is None or (is_deepspeed(accelerator) and scale_wrt_gas is False):

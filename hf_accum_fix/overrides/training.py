@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
+from hf_accum_fix.engines.engine import is_being_made
 from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
@@ -244,8 +245,8 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
     Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
     """
     window = session.window
-    # DeepSpeed and layerwise optimizers step inside a micro-batch.
-    if session.base_loss is not None or session.state.aside:
+    # DeepSpeed and layerwise optimizers step inside a micro-batch, and DeepSpeed as it makes 16-bit optimizer states.
+    if session.base_loss is not None or session.state.aside or is_being_made(session.trainer.accelerator):
         return
     if session.refused is not None:
         raise session.refused
