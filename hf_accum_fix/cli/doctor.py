@@ -277,9 +277,10 @@ def to_text(diagnosis: Diagnosis) -> str:
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
-    for defect in (decision.defect for decision in report.present if diagnosis.verdict is Verdict.DEFECTS):
-        if Factor.SHARERS in defect.factors:
-            lines.append(f"sequence parallelism, gradient x {defect.gradient}: hf-accum-fix explain {defect.name}")
+    # Of a model the answer is that of one process.
+    layouts = [] if diagnosis.head or diagnosis.verdict is not Verdict.DEFECTS else report.present
+    for defect in (decision.defect for decision in layouts if Factor.SHARERS in decision.defect.factors):
+        lines.append(f"sequence parallelism, gradient x {defect.gradient}: hf-accum-fix explain {defect.name}")
     lines.append(f"in every release ({LIMIT.owner}): hf-accum-fix explain {LIMIT.name}")
     lines += [f"{about}: hf-accum-fix explain {row.name}" for about, row in _engines()]
     if not diagnosis.head:
