@@ -81,15 +81,18 @@ class Reached:
         self._every, self._window, self._decided = every, 0, False
         self._watched: list[Watched] = []
         self._found: Verdict | None = None
-        self._complete = False
+        self._complete = self._open = False
         self._micro_batches = 0
         self._model: Any = None
 
     @contextmanager
     def micro_batch(self, ranks: Ranks, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
         """Around one forward and backward; with DeepSpeed, which steps in there, it compares before the step."""
-        if first:
+        if first or not self._open:
             self._begin(ranks, model)
+            # This rank left the first micro-batches out.
+            for each in () if first else self._watched:
+                each.failed = True
         if not self._watched:
             yield
             return
@@ -112,7 +115,7 @@ class Reached:
 
     def _begin(self, ranks: Ranks, model: nn.Module) -> None:
         self._window, self._watched, self._found, self._micro_batches = self._window + 1, [], None, 0
-        self._complete, self._model = False, model
+        self._complete, self._open, self._model = False, True, model
         due = not self._decided or (self._every and (self._window - 1) % self._every == 0)
         if not due:
             return
@@ -143,10 +146,13 @@ class Reached:
 
         ``times``: what the gradient was multiplied by after the last micro-batch; None: nothing.
         """
-        if self._found is None and self._complete and self._watched:
+        for each in () if self._complete else self._watched:
+            # A rank that left out its last micro-batch joins all the same.
+            each.failed = True
+        if self._found is None and self._watched:
             self._found = self._judge(ranks, 1.0 if times is None else float(times))
-        verdict, self._found, self._watched, self._complete = self._found, None, [], False
-        self._model = None
+        verdict, self._found, self._watched = self._found, None, []
+        self._complete, self._open, self._model = False, False, None
         if verdict is not None:
             self.verdict = self.verdict if self.verdict is not None and self.verdict.wrong else verdict
             self._decided = self._decided or verdict.final or self._window >= ATTEMPTS

@@ -179,6 +179,12 @@ def _bare_name(name: str) -> str:
     return ".".join(own).removeprefix("module.").removeprefix(".")
 
 
+def has_own_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of others than this module see its gradient."""
+    hooks = (parameter._backward_hooks or {}).values()
+    return any(not isinstance(getattr(each, "__self__", None), Watched) for each in hooks)
+
+
 def watch(watched: Sequence[Watched]) -> list[Any]:
     """Hooks that see a gradient before the hooks that are there, which may change it; to be removed."""
     handles = []

@@ -29,6 +29,7 @@ from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.engines.sample_shards import SHIFTED, attention_over_ranks, cut_whole
+from hf_accum_fix.engines.watched import has_own_hooks
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
@@ -358,7 +359,7 @@ class Session(Host):
             return Facts(setting, unobserved=replace(plain, by_divisor=True, reason=MADE_BY_STEP))
         self._settle_shift(batches)
         doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
-        if any(parameter._backward_hooks for parameter in self.model.parameters()):
+        if any(map(has_own_hooks, self.model.parameters())):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
         return Facts(setting, doubt=doubt, shift=self.shift)
 

@@ -16,7 +16,8 @@ from hf_accum_fix import verify
 from hf_accum_fix.verification.report import Kind
 from tests.verify.trainers import Regression, points, small
 
-WIDTH, LAYERS = 64, 32
+#: Of a layer, above what the first window watches, which is at most a megabyte.
+WIDTH, LAYERS = 256, 32
 LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
