@@ -46,15 +46,15 @@ def accepted(
                 passed |= {*modules}
                 failure = failure or error
                 continue
-        if modules and (given or shows):
+        if not modules:
+            break
+        if given or shows:
             return modules, bool(shows)
-        if modules:
-            raise UnsupportedSetupError(
-                f"got coupled_loss='exact' for {head}, whose loss was found to be cut at {', '.join(modules)}, which "
-                "two micro-batches joined cannot show; expected modules of which you know it; name them, as in "
-                "coupled=('text_projection',)"
-            )
-        break
+        raise UnsupportedSetupError(
+            f"got coupled_loss='exact' for {head}, whose loss was found to be cut at {', '.join(modules)}, which "
+            "two micro-batches joined cannot show; expected modules known to return one vector per sample; name "
+            "them, as in coupled=('text_projection',)"
+        )
     raise failure or UnsupportedSetupError(
         f"got coupled_loss='exact' for {head}, no module of which returns one vector per sample that its loss reaches; "
         "expected one or more; name them, as in coupled=('text_projection',)"

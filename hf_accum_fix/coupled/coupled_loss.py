@@ -77,12 +77,12 @@ class CoupledLoss:
         if not window.modules:
             _refuse(host, run.model)
             window.modules = cuts_of(run.model, self._named, run.others)
-        # Where ranks meet in every forward, no rank runs more than another.
         if sharded and not window.modules:
             raise UnsupportedSetupError(
                 f"got coupled_loss='exact' for {host.head}, a sharded model without a row in coupled/cuts.py; "
                 "expected the modules that return one vector per sample; name them, as in coupled=('text_projection',)"
             )
+        # Where ranks meet in every forward, no rank runs more than another.
         if not (self._checked or sharded):
             with preserved_state(run.model, *run.others, leave=run.leave):
                 window.modules, shows = accepted(run, batches, window.modules, host.head)

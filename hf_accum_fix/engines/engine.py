@@ -21,6 +21,12 @@ def is_deepspeed(accelerator: AcceleratorLike | None) -> TypeGuard[AcceleratorLi
     return accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
+def bare_name(name: str) -> str:
+    """A parameter's name in the model itself, without what engines put before it or into it."""
+    added = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+    return ".".join(each for each in name.split(".") if each not in added).removeprefix("module.").removeprefix(".")
+
+
 def is_being_made(accelerator: AcceleratorLike | None) -> bool:
     """Whether DeepSpeed's engine is still to be there, whose making may step the optimizer on zeros.
 

@@ -43,6 +43,7 @@ class Ranks(Protocol):
     accelerator: AcceleratorLike | None
     world_size: int
     data_ranks: int
+    over_ranks: float | None
     device: torch.device
 
     def summed(self, numbers: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def judge(ranks: Ranks, watched: Sequence[Watched], times: float, steps: int, na
     sizes = [zeros(()) if each.size is None else each.size.to(ranks.device) for each in watched]
     if ranks.data_ranks > 1:
         # Of sequence-parallel ranks an engine may not take the mean.
-        divisor = ranks.data_ranks * (getattr(ranks, "over_ranks", None) or 1.0)
+        divisor = ranks.data_ranks * (ranks.over_ranks or 1.0)
         mean = ranks.summed(torch.cat([*delivered, torch.stack(sizes)])) / divisor
         both = torch.split(mean, [*(each.numel for each in watched), *[1] * len(watched)])
         delivered, sizes = [*both[: len(watched)]], [each[0] for each in both[len(watched) :]]

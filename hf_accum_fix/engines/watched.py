@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import count_dtype
-from hf_accum_fix.engines.engine import is_deepspeed, parameters_of_fsdp2
+from hf_accum_fix.engines.engine import bare_name, is_deepspeed, parameters_of_fsdp2
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
@@ -104,7 +104,7 @@ def choose(accelerator: AcceleratorLike | None, model: nn.Module) -> list[Watche
             used = partial(import_module("deepspeed").utils.safe_get_full_grad, parameter)
         # ZeRO-3 keeps the number of elements apart.
         numel = getattr(parameter, "ds_numel", None) or _plain(leaf).numel()
-        found.append(Watched(_bare_name(name), leaf, used, numel, _flat, shown=not is_deepspeed(accelerator)))
+        found.append(Watched(bare_name(name), leaf, used, numel, _flat, shown=not is_deepspeed(accelerator)))
     return spread(found)
 
 
@@ -125,7 +125,7 @@ def _flat_parameters(model: nn.Module) -> Iterator[Watched]:
         if handle is None or not hasattr(handle, "flat_param") or not handle.flat_param.requires_grad:
             continue
         flat = handle.flat_param
-        name = _bare_name(f"{where}.{flat._fqns[0]}")
+        name = bare_name(f"{where}.{flat._fqns[0]}")
         if not handle.uses_sharded_strategy:
             few = min(flat.numel(), ELEMENTS // PARAMETERS)
             yield Watched(name, flat, partial(_sample, handle, few), few, partial(_first, few))
@@ -171,12 +171,6 @@ def _plain(tensor: Any) -> Tensor:
     """This rank's part of a DTensor, and every element of a sparse gradient."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.to_dense() if local.layout is not torch.strided else local
-
-
-def _bare_name(name: str) -> str:
-    """Without what wrappers add."""
-    own = (each for each in name.split(".") if each not in ("_fsdp_wrapped_module", "_orig_mod"))
-    return ".".join(own).removeprefix("module.").removeprefix(".")
 
 
 def has_own_hooks(parameter: Tensor) -> bool:

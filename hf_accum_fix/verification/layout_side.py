@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback
 
+from hf_accum_fix.engines.engine import bare_name
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -29,8 +30,6 @@ from hf_accum_fix.verification.reference import Reference, Scene
 from hf_accum_fix.verification.restore import restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw
 
-#: What engines put before or into the names of parameters.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
@@ -163,10 +162,7 @@ def _class_of(trainer: TrainerLike) -> str:
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, each in model.named_parameters():
-        own = name
-        for wrapper in _WRAPPERS:
-            own = own.replace(wrapper, "")
-        yield own.removeprefix("module."), each
+        yield bare_name(name), each
 
 
 def _summed(parts: Mapping[str, Projected]) -> dict[str, Projected]:

@@ -186,7 +186,7 @@ def test_a_check_that_does_not_fit_is_left_out_where_modules_are_named(
     reference = step_along(model := case.build(), case.full(model))
     assert case.train("apply", (2, 4), tmp_path).error(reference.change) < TOLERANCE
     assert len(said("was not checked")) == 1
-    with pytest.raises(UnsupportedSetupError, match="expected modules of which you know it"):
+    with pytest.raises(UnsupportedSetupError, match="expected modules known to return one vector per sample"):
         MODELS["InfoNCE of one's own, found"].train("apply", (2, 4), tmp_path)
 
 
