@@ -92,6 +92,7 @@ class AccumulationWindow:
             )
         last = self._begun == len(self)
         with (
+            host.attention(model, self.batches[self._begun - 1]),
             backward.watched(),
             reducing(host.accelerator, model, last=last),
             host.adding(model, len(self), self._begun),
@@ -196,7 +197,8 @@ class AccumulationWindow:
             host.contained("reporting a loss", partial(host.record, contract, len(self)), None)
             logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world_size)
         window.add(weighed.value)
-        loss = weighed.loss if host.over_ranks in (None, 1.0) else weighed.loss * host.over_ranks
+        over_ranks = 1.0 if host.state.aside or host.over_ranks is None else host.over_ranks
+        loss = weighed.loss if over_ranks == 1.0 else weighed.loss * over_ranks
         self._backward.expect(loss)
         return loss
 
@@ -267,7 +269,8 @@ class AccumulationWindows:
             host.state.opened += 1
             window = AccumulationWindow(host, fetched)
             try:
-                yield window
+                with host.cut(fetched):
+                    yield window
             finally:
                 host.gradient.drop()
             if window._begun < len(window):
@@ -307,7 +310,7 @@ def accumulation_windows(
         SeamError: if the accelerator lacks an attribute that is used.
         OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
             invalid or has no meaning in a loop.
-        UnsupportedSetupError: if the accelerator's ranks split samples (tensor or context parallelism), or
+        UnsupportedSetupError: if the accelerator's ranks split samples (tensor parallelism), or
             repeated samples are to be dropped and cannot be recognised.
     """
     if steps is None and accelerator is None:
@@ -318,12 +321,12 @@ def accumulation_windows(
         raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
     config = getattr(accelerator, "parallelism_config", None)
     split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
-    if split["tp"] * split["cp"] > 1:
+    if split["tp"] > 1:
         raise UnsupportedSetupError(
-            f"got ranks that split samples {split}; expected data-parallel ranks, or those of sequence parallelism"
+            f"got ranks that share tensors {split}; expected data-parallel ranks, or those that share samples (cp, sp)"
         )
     given = options_from(options, of_loops=True)
-    check_shards("accumulation_windows", {"sp": split["sp"]}, given, func=False, smooths=False)
+    check_shards("accumulation_windows", split, given, func=False)
     coupled, given = planned(given)
     host = LoopHost(accelerator, steps, given)
     host.coupled = coupled

@@ -24,7 +24,7 @@ from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
 from hf_accum_fix.engines.reached import Reached
-from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor
+from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, is_cut, measured_divisor
 from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
@@ -138,6 +138,13 @@ class Host(ABC):
             measured = partial(measured_divisor, self.accelerator, self.data_ranks)
             divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
             self.over_ranks = divisor / self.data_ranks
+
+    def check_shift(self) -> None:
+        """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""
+        items = None if self.contract is None else self.contract.items
+        if self.cuts_samples and items is not None and items.keys[:1] != (SHIFTED,):
+            words = f"{self.name} counts {items}, not the labels that were shifted before samples were cut"
+            self.warn_inexact("shifts again", f"{words}; the step is reported as not exact")
 
     @property
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from hf_accum_fix.accumulation.declared import has_z_loss, requires_number, want
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.host import Facts, Host
 from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.engines.engine import engine_divisor, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_attention, cut_by_trainer, cut_whole
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -43,11 +45,32 @@ class LoopHost(Host):
         self.data_ranks = self.world_size
         self.shards = self.world_size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
         self._is_placed = accelerator is not None
+        self.context_parallel = (getattr(getattr(accelerator, "parallelism_config", None), "cp_size", 1) or 1) > 1
         self.device = torch.device("cpu") if accelerator is None else accelerator.device
 
     @property
     def steps(self) -> int:
         return self._steps or int(getattr(self.accelerator, "gradient_accumulation_steps", 1))
+
+    @contextmanager
+    def cut(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Around a window: under context parallelism its samples are cut in place, and by nobody a second time."""
+        if not self.context_parallel:
+            yield
+            return
+        prepare = cut_by_trainer(self.accelerator)
+        for each in batches:
+            cut_whole(prepare, nn.Identity(), each)
+        # A loop that was written for accelerate cuts each micro-batch itself.
+        with overridden(self.accelerator, "maybe_context_parallel", lambda *_, **__: nullcontext()):
+            yield
+
+    def attention(self, model: nn.Module, batch: Batch) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch: attention of cut samples is over all their ranks."""
+        if not self.context_parallel:
+            return nullcontext()
+        check_attention(self.name, self.bare(model))
+        return attention_over_ranks(self.accelerator, batch)()
 
     @property
     def readable(self) -> bool:
@@ -79,6 +102,7 @@ class LoopHost(Host):
             self.device, self._is_placed = device or usual, device is not None
         self.complete_shards(batches)
         if (window := open_unless_aside(self, batches)) is not None:
+            self.check_shift()
             return window
         # The mean over its micro-batches, as a loop has it without this package.
         plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")

@@ -12,10 +12,12 @@ and removed ``labels``; ``deepspeed_sp_compute_loss`` (transformers) puts them b
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -25,6 +27,7 @@ from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.protocols import AcceleratorLike
+from hf_accum_fix.upstream.seams import CUTS
 
 #: Labels that were shifted before the samples were cut.
 SHIFTED: Final = "shift_labels"
@@ -37,7 +40,7 @@ _OF_THE_SUM: Final = (
 _PLACES: Final = ("offload_optimizer", "offload_param", "sub_group_size", "stage3_gather_16bit_weights_on_model_save")
 
 
-def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func: bool, smooths: bool) -> None:
+def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func: bool) -> None:
     """Refuse by name what is not exact where several ranks hold parts of a sample.
 
     Args:
@@ -46,7 +49,6 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
         options: of the training.
         func: a ``compute_loss_func`` makes its loss, which stock ignores under sequence parallelism, and hands labels
             that were not shifted under context parallelism.
-        smooths: a label smoother does, with which stock does the same.
 
     Raises:
         UnsupportedSetupError: if it asks for one of these.
@@ -56,7 +58,6 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
         return
     asked = {
         "compute_loss_func": func,
-        "label_smoothing_factor": smooths,
         "per_sample": options.per_sample,
         "coupled_loss": options.coupled_loss != "micro-batch",
         "balance_windows": bool(options.balance_windows),
@@ -89,6 +90,34 @@ def cut_whole(prepare: Callable[..., Any], model: nn.Module, batch: Any) -> bool
         return True
 
 
+def cut_by_trainer(accelerator: Any) -> Callable[..., Any]:
+    """The Trainer's method for `cut_whole`, which reads the accelerator alone, for a loop that has no Trainer.
+
+    Raises:
+        UnsupportedSetupError: before transformers 4.56.0, which cut no samples.
+    """
+    if (method := getattr(import_module("transformers").Trainer, CUTS, None)) is None:
+        raise UnsupportedSetupError(
+            f"got cp_size={accelerator.parallelism_config.cp_size} in a loop; expected transformers 4.56.0 or newer, "
+            "whose Trainer cuts samples; update it, or remove cp_size"
+        )
+    return partial(method, SimpleNamespace(accelerator=accelerator))
+
+
+def check_attention(name: str, model: nn.Module) -> None:
+    """Refuse a model that would attend to its part of a sample alone.
+
+    Raises:
+        UnsupportedSetupError: if its attention is none that context parallelism replaces.
+    """
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if kind != "sdpa":
+        raise UnsupportedSetupError(
+            f"{name}: got attention {kind!r} with samples that are cut over ranks; expected 'sdpa', the one that "
+            "context parallelism replaces; build the model with attn_implementation='sdpa'"
+        )
+
+
 def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
     """The context in which attention of a cut micro-batch is over all ranks that hold a part.
 
@@ -97,7 +126,8 @@ def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable
     rows, length = batch["input_ids"].shape
     unread = torch.empty(rows, length * accelerator.parallelism_config.cp_size, device=batch["input_ids"].device)
     cut = {"buffers": [unread], "buffer_seq_dims": [1], "no_restore_buffers": {unread}}
-    return partial(accelerator.maybe_context_parallel, **cut)
+    # Its own may be replaced, for a loop that would cut again.
+    return partial(type(accelerator).maybe_context_parallel, accelerator, **cut)
 
 
 def complete_shard(batch: Any) -> None:
@@ -109,6 +139,20 @@ def complete_shard(batch: Any) -> None:
         return
     batch[SHIFTED] = shifted.contiguous()
     batch.setdefault("labels", batch[SHIFTED])
+
+
+def skip_shards(skip: Callable[..., Any], loader: Any, batches: int) -> Any:
+    """A loader of cut samples without its first micro-batches.
+
+    ``skip``: ``accelerate.skip_first_batches``, which ends with "no attribute 'dataset'" (1.15.0) if it gets one.
+    """
+    whole, more = divmod(batches, loader.sp_world_size)
+    rest = copy.copy(loader)
+    rest.dl, rest.micro_batches = skip(loader.dl, whole), deque()
+    rest.iter = iter(rest.dl)
+    for _ in range(more):
+        next(rest)
+    return rest
 
 
 def measured_divisor(accelerator: AcceleratorLike | None, data_ranks: int) -> float:

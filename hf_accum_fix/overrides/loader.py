@@ -16,6 +16,7 @@ from hf_accum_fix.data.balancing import BalancedStream, Dealer
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.engines.sample_shards import skip_shards
 from hf_accum_fix.options import BalanceOptions
 from hf_accum_fix.overrides.session import Original, Session
 from hf_accum_fix.overrides.trainer_facts import release_counts_windows
@@ -49,11 +50,14 @@ def get_train_dataloader(session: Session, original: Original, *args: Any, **kwa
     return WholeWindows(loader, session.steps) if loses_the_rest else loader
 
 
-def skip_first_batches(session: Session, original: Original, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+def skip_first_batches(session: Session, original: Original, dataloader: Any, num_batches: int = 0) -> Any:
     """Resume inside of what wraps a dataloader."""
-    if not isinstance(dataloader, _WRAPPED):
-        return original(dataloader, *args, **kwargs)
-    return dataloader.around(skip_first_batches(session, original, dataloader.__wrapped__, *args, **kwargs))
+    if isinstance(dataloader, _WRAPPED):
+        return dataloader.around(skip_first_batches(session, original, dataloader.__wrapped__, num_batches))
+    # By its attributes: DeepSpeed may not be installed.
+    if hasattr(dataloader, "sp_world_size"):
+        return skip_shards(original, dataloader, num_batches)
+    return original(dataloader, num_batches)
 
 
 def _let_epochs_through(loader: Any) -> None:

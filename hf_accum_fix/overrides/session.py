@@ -11,9 +11,11 @@ from typing import Any, TypeAlias
 
 from accelerate import PartialState
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.observe import shift_of
 from hf_accum_fix.accumulation.own_scale import BATCH_SIZE
@@ -176,9 +178,7 @@ class Session(Host):
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is None:
             return None
-        items = None if self.contract is None else self.contract.items
-        if self.cuts_samples and items is not None and items.keys[:1] != (SHIFTED,):
-            self.not_exact("shifts again", f"counts {items}, not the labels that were shifted before samples were cut")
+        self.check_shift()
         if len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",
@@ -204,6 +204,8 @@ class Session(Host):
         trainer, func, inputs, labels = self.trainer, self.func, dict(given), None
         if self.owns_labels:
             labels = inputs.pop("labels", None)
+            # Those of cut samples were shifted before.
+            labels = inputs.get(SHIFTED, labels) if self.cuts_samples else labels
         with own_counts(given) if self.world_size > 1 else nullcontext():
             outputs = self.model_outputs(model, inputs, number)
             if (past := getattr(trainer.args, "past_index", -1)) >= 0:
@@ -358,6 +360,13 @@ class Session(Host):
         if step is not None and not facts_of.code_mentions(inspect.unwrap(step), "compute_loss", "accelerator"):
             return Facts(setting, unobserved=replace(plain, by_divisor=True, reason=MADE_BY_STEP))
         self._settle_shift(batches)
+        if self.cuts_samples and compute_loss is None and type(trainer.label_smoother) is LabelSmoother:
+            # One part of a sample shows no count.
+            router = "a router loss is added to smoothed labels" if any(declared.router_coefficients(bare)) else ""
+            smoothed = LossContract(
+                Reduction.MEAN, Items((SHIFTED,)), doubt=router, reason="smoothed labels are averaged"
+            )
+            return Facts(setting, unobserved=smoothed)
         doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
         if any(map(has_own_hooks, self.model.parameters())):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
@@ -368,7 +377,7 @@ class Session(Host):
         trainer, model = self.trainer, self.model
         if not self.smooths:
             return
-        if all(getattr(batch.get("labels"), "ndim", 2) < 2 for batch in batches):
+        if self.cuts_samples or all(getattr(batch.get("labels"), "ndim", 2) < 2 for batch in batches):
             self.shift = False
             return
 

@@ -42,13 +42,9 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     if not enabled() or any(each.trainer is trainer for each in _TRAINING):
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
-    sizes, func = (
-        {axis: parallel_size(trainer, axis) for axis in ("cp", "sp")},
-        getattr(trainer, "compute_loss_func", None),
-    )
-    check_shards(
-        type(trainer).__name__, sizes, options, func=func is not None, smooths=trainer.label_smoother is not None
-    )
+    sizes = {axis: parallel_size(trainer, axis) for axis in ("cp", "sp")}
+    func = getattr(trainer, "compute_loss_func", None)
+    check_shards(type(trainer).__name__, sizes, options, func=func is not None)
     session = session_of(trainer, options, new=True)
     session.warn_off(off)
     session.unfiltered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
@@ -108,8 +104,10 @@ def _load_random_state(session: Session, original: Original, *args: Any, **kwarg
 
 def _not_cut_again(session: Session, original: Original, model: nn.Module, inputs: Any) -> Any:
     """A step gets samples that were cut as their window was counted."""
-    batches = [] if session.window is None else session.window.batches
-    if any(inputs["input_ids"] is each["input_ids"] for each in batches):
+    own, window = inputs["input_ids"], session.window
+    cut = [] if window is None else [each["input_ids"] for each in window.batches]
+    # A step may copy them; only then is it waited for.
+    if any(own is each for each in cut) or any(own.shape == each.shape and own.equal(each) for each in cut):
         return attention_over_ranks(session.trainer.accelerator, inputs), inputs
     return original(model, inputs)
 

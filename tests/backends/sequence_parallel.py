@@ -110,7 +110,7 @@ def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: i
 
 
 def plain_sgd(
-    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], max_norm: float
+    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], max_norm: float, smoothing: float = 0.0
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Change of the parameters, losses and norms of SGD over global batches, in float64."""
     exact = copy.deepcopy(model).double()
@@ -118,7 +118,8 @@ def plain_sgd(
     for rows in windows:
         batch = stacked(rows)
         logits = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        logits, labels = logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         exact.zero_grad()
         loss.backward()
         losses.append(float(loss.detach()))
@@ -232,6 +233,44 @@ def loop_under_ulysses(stage: int, ranks: int, split: tuple[int, int], *, stock:
     return Cut(relative(found, change), 0.0, 0.0 if stock else furthest(logged, losses), None, {})
 
 
+def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool) -> Cut:
+    """Two windows of a loop of one's own under context parallelism; ``cuts_itself``: in accelerate's context, too."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    (b, steps), model, attention = split, llama(), OverRanks()
+    rows = samples(RAGGED, 2 * ranks // CUT * b * steps)
+    change, losses, _ = plain_sgd(model, [of_window(rows, ranks, split, at, False) for at in range(2)], UNCLIPPED)
+    start, logged = trainable(model), []
+    with variables(launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")), attention.installed():
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        PartialState(cpu=True, backend="gloo")
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        sizes = ParallelismConfig(cp_size=CUT, dp_replicate_size=1, dp_shard_size=ranks // CUT)
+        live = Accelerator(gradient_accumulation_steps=steps, parallelism_config=sizes)
+        attention.group = live.torch_device_mesh["cp"].get_group()
+        loader: Any = DataLoader(rows, batch_size=b, collate_fn=stacked)  # type: ignore[arg-type]
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+        engine, optimizer, loader = live.prepare(model, optimizer, loader)
+        for window in accumulation_windows(loader, live):
+            for batch in window:
+                own = {
+                    "buffers": [batch["input_ids"]],
+                    "buffer_seq_dims": [1],
+                    "no_restore_buffers": {batch["input_ids"]},
+                }
+                around = live.maybe_context_parallel(**own) if cuts_itself else contextlib.nullcontext()
+                with around, window.micro_batch(engine):
+                    live.backward(window.loss(engine, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            logged.append(float(window.mean_loss()))
+        end = gathered(engine, Backend("", FSDP2))
+    found = {name: (end[name] - start[name]).double() for name in start}
+    return Cut(relative(found, change), 0.0, furthest(logged, losses), None, {})
+
+
 def under_context(
     ranks: int,
     split: tuple[int, int],
@@ -242,6 +281,7 @@ def under_context(
     hands_number: bool = True,
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
     arguments: Mapping[str, Any] = MappingProxyType({}),
+    reference: Reference = plain_sgd,
     **options: Any,
 ) -> Cut:
     """Two steps by the Trainer under context parallelism; ``hands_number``: the model takes num_items_in_batch."""
@@ -253,7 +293,7 @@ def under_context(
     launched = launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")
     with variables(launched), applied(path, **options), attention.installed():
         given = {"parallelism_config": ParallelismConfig(**sizes), **arguments}
-        return stepped(model, ranks, split, path, max_norm, targets, backend, given)
+        return stepped(model, ranks, split, path, max_norm, targets, backend, given, reference)
 
 
 def errors_of(

@@ -5,6 +5,7 @@ Its attention needs a GPU; another one takes its place (`tests.backends.sequence
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "LoRA": {"adapt": cut.lora},
     "gradient checkpointing": {"arguments": {"gradient_checkpointing": True}, "hands_number": False},
     "few targets": {"targets": cut.ON_THE_FIRST, "hands_number": False},
+    "smooths labels": {
+        "arguments": {"label_smoothing_factor": 0.2},
+        "reference": partial(cut.plain_sgd, smoothing=0.2),
+        "hands_number": False,
+    },
 }
 CASES = {
     f"{name}, {ranks} ranks, {split[0]} x {split[1]}": (name, ranks, split)

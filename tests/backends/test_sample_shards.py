@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor
+from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor, skip_shards
 
 
 def test_a_part_gets_the_labels_that_its_loss_asks_for() -> None:
@@ -30,6 +31,30 @@ def test_labels_that_are_there_stay() -> None:
     for other in ({"labels": labels}, [labels], None):
         complete_shard(other)
     assert other is None
+
+
+class Adapter:
+    """As `UlyssesSPDataLoaderAdapter`: of each batch of the loader inside, as many micro-batches as ranks share it."""
+
+    sp_world_size = 2
+
+    def __init__(self, inside: list[int]) -> None:
+        self.dl, self.iter, self.micro_batches = inside, iter(inside), deque[Any]()
+
+    def __iter__(self) -> Adapter:
+        return self
+
+    def __next__(self) -> str:
+        if not self.micro_batches:
+            batch = next(self.iter)
+            self.micro_batches.extend(f"{batch}.{part}" for part in range(2))
+        return str(self.micro_batches.popleft())
+
+
+def test_a_loader_of_cut_samples_skips_micro_batches_and_begins_the_next_epoch_at_the_first() -> None:
+    loader = Adapter([0, 1, 2])
+    rest = skip_shards(lambda inside, count: inside[count:], loader, 3)
+    assert list(rest) == ["1.1", "2.0", "2.1"] and list(loader)[:2] == ["0.0", "0.1"]
 
 
 def test_an_engine_whose_ranks_share_no_sample_divides_by_all_of_them() -> None:

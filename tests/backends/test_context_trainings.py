@@ -1,0 +1,79 @@
+"""What is trained with samples that context parallelism cuts: by a step that copies them, by a loop, in other releases.
+
+Its attention needs a GPU; another one takes its place (`tests.backends.sequence_parallel.OverRanks`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+from transformers import Trainer
+
+from hf_accum_fix.engines.sample_shards import check_attention
+from hf_accum_fix.errors import UnsupportedSetupError
+from tests.backends import sequence_parallel as cut
+from tests.numerics.parity import StockRecorder
+from tests.ranks import on_ranks
+from tests.releases.test_releases import run_in
+
+
+def copying(trainer: Any, model: nn.Module, inputs: Any, *rest: Any) -> Any:
+    """A step of one's own that hands on copies."""
+    return Trainer.training_step(trainer, model, {key: each.clone() for key, each in inputs.items()}, *rest)
+
+
+def copied(path: str) -> cut.Cut:
+    with mock.patch.object(StockRecorder, "training_step", copying, create=True):
+        return cut.under_context(cut.CUT, (2, 2), path, hands_number=False)
+
+
+@pytest.mark.slow
+def test_a_step_that_copies_its_samples_does_not_cut_them_again() -> None:
+    ours, stock = (on_ranks(copied, path)[0] for path in ("apply", "stock"))
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
+    assert stock.error > 0.1, stock
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("ranks", "split", "cuts_itself"), [(2, (1, 4), False), (2, (2, 2), True), (4, (1, 2), False)])
+def test_a_loop_of_ones_own(ranks: int, split: tuple[int, int], cuts_itself: bool) -> None:
+    """As it is, and with the context in which accelerate's documentation has a loop cut its samples."""
+    ours = on_ranks(cut.loop_under_context, ranks, split, cuts_itself, ranks=ranks)[0]
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6, ours
+
+
+def test_attention_that_would_see_its_part_alone_is_refused() -> None:
+    model = cut.llama()
+    check_attention("accumulation_windows", model)
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    with pytest.raises(UnsupportedSetupError, match="got attention 'eager'"):
+        check_attention("accumulation_windows", model)
+
+
+@pytest.mark.releases
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    [
+        ("5.4.0", "cp"),
+        pytest.param("5.0.0@deepspeed==0.19.8", "cp", marks=pytest.mark.releases_all),
+        pytest.param("5.0.0@deepspeed==0.19.8", "sp", marks=pytest.mark.releases_all),
+        pytest.param("5.4.0@deepspeed==0.19.8", "sp", marks=pytest.mark.releases_all),
+    ],
+)
+def test_other_releases(release: str, layout: str, tmp_path: Path) -> None:
+    """Every layout of the recipe; 5.0.0's own step ends under Ulysses, and 5.4.0 trains at 1/G."""
+    run_in(
+        release, "python", "recipes/sample_shards.py", "--layouts", layout, "--splits", "1x2", "--output", str(tmp_path)
+    )
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    ours, stock = ([each for each in rows if each["path"] == path] for path in ("apply", "stock"))
+    assert len(ours) == (4 if layout == "cp" else 8)
+    assert all(each["error"] <= 4e-6 and each["loss"] <= 1e-6 for each in ours), ours
+    assert all("ends" in each or each["error"] > 0.1 or "takes" in each["layout"] for each in stock), stock
