@@ -363,9 +363,7 @@ class Session(Host):
         if self.cuts_samples and compute_loss is None and type(trainer.label_smoother) is LabelSmoother:
             # One part of a sample shows no count.
             router = "a router loss is added to smoothed labels" if any(declared.router_coefficients(bare)) else ""
-            smoothed = LossContract(
-                Reduction.MEAN, Items((SHIFTED,)), doubt=router, reason="smoothed labels are averaged"
-            )
+            smoothed = LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=router, reason=router)
             return Facts(setting, unobserved=smoothed)
         doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
         if any(map(has_own_hooks, self.model.parameters())):
