@@ -92,7 +92,8 @@ def choose(accelerator: AcceleratorLike | None, model: nn.Module) -> list[Watche
     whole = {id(one): each for each in fsdp2 for one in (each.sharded_param, getattr(each, "_unsharded_param", None))}
     found = list[Watched]()
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        # DeepSpeed's experts are of some ranks alone.
+        if not parameter.requires_grad or not getattr(parameter, "allreduce", True):
             continue
         leaf: Any = parameter
         used: Callable[[], Tensor | None] = partial(_gradient, parameter)

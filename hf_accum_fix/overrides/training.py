@@ -104,12 +104,16 @@ def _load_random_state(session: Session, original: Original, *args: Any, **kwarg
 
 def _not_cut_again(session: Session, original: Original, model: nn.Module, inputs: Any) -> Any:
     """A step gets samples that were cut as their window was counted."""
-    own, window = inputs["input_ids"], session.window
-    cut = [] if window is None else [each["input_ids"] for each in window.batches]
+    window, ids = session.window, "input_ids"
+    cut = [] if window is None or ids not in inputs else [each[ids] for each in window.batches if ids in each]
     # A step may copy them; only then is it waited for.
-    if any(own is each for each in cut) or any(own.shape == each.shape and own.equal(each) for each in cut):
+    if any(inputs[ids] is each for each in cut) or any(_equal(inputs[ids], each) for each in cut):
         return attention_over_ranks(session.trainer.accelerator, inputs), inputs
     return original(model, inputs)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.to(other.device).equal(other)
 
 
 def hand_back(options: Options) -> None:

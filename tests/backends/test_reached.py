@@ -17,7 +17,7 @@ import hf_accum_fix
 from hf_accum_fix import OptionsError, accumulation_windows
 from hf_accum_fix.engines import reached, watched
 from hf_accum_fix.engines.difference import Difference, looks_like
-from hf_accum_fix.engines.watched import Watched, spread
+from hf_accum_fix.engines.watched import Watched, choose, spread
 from tests.backends.trajectory import HEADS, samples_of
 from tests.logged import Said
 
@@ -264,3 +264,10 @@ def test_parameters_are_small_and_spread() -> None:
     assert len(places) == 8 and places[0] == 0 and places[-1] == 100 and not any(place % 2 for place in places)
     assert [each.name for each in spread([named(0, 10**6), named(1, 2**16), named(2, 2**17)])] == ["1"]
     assert spread([named(0, 10**6)]) == []
+
+
+def test_experts_of_some_ranks_alone_are_not_compared() -> None:
+    """DeepSpeed's layers of experts mark their parameters, whose gradient it does not average over all ranks."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight.allreduce = False  # type: ignore[assignment]
+    assert [each.name for each in choose(None, model)] == ["0.weight"]
