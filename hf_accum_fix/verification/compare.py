@@ -62,7 +62,7 @@ def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun)
     wanted, loss, router = [reference.gradient], reference.loss, None
     if scene.contract.has_router_loss:
         here, value = _router(split, run)
-        router = averaged(here, scene.parameters, scene.world_size)
+        router = scene.compared(averaged(here, scene.parameters, scene.world_size))
         wanted.append(router)
         loss += _mean(scene.world_size, value)
     products = dots(run.gradient, *wanted)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
+from hf_accum_fix.engines.engine import is_deepspeed, is_sharded
+from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
+from hf_accum_fix.verification.projection import Projected, in_order
 from hf_accum_fix.verification.reference import Split
+from hf_accum_fix.verification.sharded import PROOF, AtTheStep, copied_model, plugins_copied
 
 #: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
@@ -82,6 +87,20 @@ class KeepGradient(torch.optim.Optimizer):
         self.kept = take(self.parameters)
 
 
+class KeepProjections(AtTheStep):
+    """The same where an engine shards the gradients."""
+
+    def __init__(self, trainer: TrainerLike, names: Sequence[str]) -> None:
+        super().__init__(trainer, self._keep)
+        self.names = names
+        self.kept: list[Tensor | None] | None = None
+        self.steps = 0
+
+    def _keep(self, found: Mapping[str, Projected]) -> None:
+        self.steps += 1
+        self.kept = in_order(found, self.names)
+
+
 class _AtBegin(TrainerCallback):
     """Start the training at a later step, and call a function once its methods are wrapped."""
 
@@ -107,6 +126,9 @@ def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int 
     # Bypass __setattr__, which may validate on assignment.
     vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
     vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps, max_steps=step + 1)
+    if is_deepspeed(trainer.accelerator):
+        # The plugin of accelerate's state, of which `plugins_copied` has made a copy.
+        args.deepspeed_plugin, args.hf_deepspeed_config = None, AcceleratorState().deepspeed_plugin.hf_ds_config
     args.accelerator_config = copy.deepcopy(args.accelerator_config)
     # A dispatched loader splits batches of tensors; without dispatching every rank reads the same samples.
     args.accelerator_config.dispatch_batches = False
@@ -129,14 +151,33 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
     For a later step, run the window twice, so that code that counts its own calls is past its first window. The model
-    as the loop has wrapped it stays with the trainer, for the next run.
+    as the loop has wrapped it stays with the trainer, for the next run; an engine that shards gets a copy of it.
     """
+    if not is_sharded(trainer.accelerator):
+        return _run(trainer, split, step, None)
+    with plugins_copied(trainer, split.per_device, split.steps):
+        try:
+            return _run(trainer, split, step, copied_model(trainer.model))
+        except (AccumFixError, TypeError):
+            raise
+        except Exception as error:  # Whatever an engine raises.
+            raise UnsupportedSetupError(f"{type(error).__name__}: {error}{PROOF}") from error
+
+
+def _run(trainer: TrainerLike, split: Split, step: int, model: nn.Module | None) -> DryRun:
+    """``model``: the copy that is trained; None: the trainer's own."""
     parameters = split.scene.parameters
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
-    actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
-    optimizer = KeepGradient(parameters)
-    actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
-    actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
+    optimizer: KeepGradient | KeepProjections
+    if model is None:
+        actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
+        optimizer = KeepGradient(parameters)
+        actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
+        actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
+    else:
+        actor.model = actor.model_wrapped = model
+        optimizer = KeepProjections(actor, split.scene.names)
+        actor.callback_handler.callbacks.append(optimizer)
     vars(actor)[DEALER] = None  # Keep this split: no length-balancing.
     loader = _loader(actor, split.micro_batches(), len(split.scene.every))
     actor.get_train_dataloader = lambda *_, **__: loader
@@ -159,9 +200,14 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
 
     actor.callback_handler.callbacks.append(_AtBegin(max(step - 1, 0), listen))
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
-    actor.train()
+    try:
+        actor.train()
+    finally:
+        if model is not None:
+            actor.accelerator.free_memory()
     take(parameters)  # Those of micro-batches after the last step.
-    vars(trainer)[_WRAPPED] = actor.model_wrapped
+    if model is None:
+        vars(trainer)[_WRAPPED] = actor.model_wrapped
     router = getattr(actor.__dict__.get(SESSION), "router", None)
     return DryRun(optimizer.kept, float(sum(losses)), len(losses), router)
 

@@ -16,11 +16,13 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.accumulation.noise import random_states, seed
 from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
+from hf_accum_fix.verification.projection import in_order, named, projections_of
 from hf_accum_fix.verification.sample import Collate, micro_batches
 from hf_accum_fix.verification.whole_state import RANDOM_NUMBERS, WholeState
 
@@ -55,7 +57,8 @@ class Noise:
 class Reference:
     """The expected gradient (on the CPU) and loss of every split of a global batch, without the router loss.
 
-    ``decomposes``: whether parts of the batch add up to it; ``eps``: of the scene; ``words``: how it was computed.
+    ``decomposes``: whether parts of the batch add up to it; ``eps``: of the scene; ``words``: how it was computed;
+    ``least``: smallest tolerance, where an engine adds up in another order.
     """
 
     gradient: list[Tensor | None]
@@ -65,11 +68,12 @@ class Reference:
     decomposes: bool
     eps: float
     notes: tuple[str, ...] = ()
+    least: float = 0.0
 
     @property
     def tolerance(self) -> float:
         """The largest relative error that counts as exact."""
-        return max(FLOORS * self.noise.floor, _LEAST * self.eps)
+        return max(FLOORS * self.noise.floor, _LEAST * self.eps, self.least)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,17 @@ class Scene:
     collate: Collate
     rows: Sequence[Any]
     every: Sequence[Any]
+
+    def compared(self, gradient: Gradient) -> list[Tensor | None]:
+        """What is compared of a gradient: all of it, or its projections where an engine shards it."""
+        if not is_sharded(self.trainer.accelerator):
+            return list(gradient)
+        return in_order(projections_of(zip(self.names, gradient, strict=True)), self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trainable parameters."""
+        return [name for name, each in named(self.trainer.model) if each.requires_grad]
 
     def count(self, rows: Sequence[Any]) -> float | None:
         """The items of some samples; None if the loss has no items."""
@@ -231,7 +246,8 @@ class Split:
     def averaged(self, weights: Sequence[float], *, wide: bool = False) -> Gradient:
         """The sum of this rank's micro-batches, each times its weight; the mean over ranks."""
         scene = self.scene
-        return averaged(scene.gradient(self.micro_batches(), weights, wide=wide)[1], scene.parameters, scene.world_size)
+        own = scene.gradient(self.micro_batches(), weights, wide=wide)[1]
+        return scene.compared(averaged(own, scene.parameters, scene.world_size))
 
     @property
     def narrow(self) -> set[torch.dtype]:

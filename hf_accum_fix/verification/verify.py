@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import transformers
-from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.confirmation import is_quiet
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.session import settled_contract
@@ -27,7 +27,8 @@ from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import CANNOT, compare, gathered
 from hf_accum_fix.verification.dry_run import copy_for_split
 from hf_accum_fix.verification.evaluate import evaluate
-from hf_accum_fix.verification.layout_side import proof_of
+from hf_accum_fix.verification.layout_side import projected, proof_of
+from hf_accum_fix.verification.projection import BUCKETS, ROWS
 from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, without_outputs
 from hf_accum_fix.verification.report import (
     PATCHED,
@@ -39,9 +40,14 @@ from hf_accum_fix.verification.report import (
 )
 from hf_accum_fix.verification.restore import active_mode, options_of, restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
+from hf_accum_fix.verification.sharded import on_device, plugins_copied, refuse_shards
 
 #: Further global batches in which to look for one whose samples have different numbers of items.
 _FURTHER: Final = 8
+_SHARDS: Final = (
+    f"gradients were compared by {ROWS * BUCKETS} projections of each parameter, which tell an error to about a third "
+    "of itself; eval_loss was not compared"
+)
 
 
 def verify(
@@ -94,7 +100,8 @@ def verify(
     try:
         _check(trainer)
         progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
-        with progress.kept_up(), restored(trainer) as state:
+        copied = plugins_copied(trainer, *own_split(trainer))
+        with progress.kept_up(), restored(trainer) as state, copied:
             report = _verified(
                 trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, save, progress.say
             )
@@ -106,16 +113,17 @@ def verify(
         return replace(blank, verdict=could_not_tell(str(error)), world_size=trainer.args.world_size)
 
 
+def own_split(trainer: TrainerLike) -> tuple[int, int]:
+    """Samples x accumulation steps of the trainer's arguments."""
+    return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+
+
 def _check(trainer: TrainerLike) -> None:
     off = check_setup(trainer)
     if VERIFY in off:
         raise SeamError(off[VERIFY])
-    engine = trainer.accelerator.distributed_type
-    if engine in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        raise UnsupportedSetupError(
-            f"got {engine.value}, which shards gradients; expected one process or DistributedDataParallel; verify "
-            "there, with the same model, data and arguments: hf-accum-fix verify --save proof.json, then --against here"
-        )
+    if is_sharded(trainer.accelerator):
+        refuse_shards(trainer)
     if data_ranks(trainer) < trainer.args.world_size:
         raise UnsupportedSetupError(
             "got tensor-parallel ranks, which shard gradients; expected data-parallel ranks; verify --save proof.json "
@@ -142,7 +150,7 @@ def _verified(
 ) -> VerificationReport:
     """Draw samples, compute the references, run every split in every mode, evaluate."""
     options = options_of(trainer)
-    own = size, _ = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+    own = size, _ = own_split(trainer)
     notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
     notes += _not_looked_at(trainer)
     say("verify: drawing samples")
@@ -151,18 +159,26 @@ def _verified(
     modes = [STOCK, PATCHED] if with_apply and enabled() else [STOCK if with_apply else blank.active]
     if with_apply and not enabled():
         notes.append(f"apply() was not run: {SWITCH}={os.environ[SWITCH]}")
+    whole, shards = trainer, is_sharded(trainer.accelerator)
+    if shards:
+        # The reference runs without the engine, whose trainer leaves the model on the CPU.
+        whole = copy_for_split(trainer, *own)
+        whole.model = on_device(trainer.model, trainer.args.device)
+        notes.append(_SHARDS)
     scenes: list[Scene] = []
     references: list[Reference] = []
     results: list[SplitResult] = []
     owns: list[SplitResult] = []
     say("verify: observing the loss")
-    for window, scene in enumerate(_scenes(trainer, drawn, options, windows, samples is None, step, notes)):
+    for window, scene in enumerate(_scenes(whole, drawn, options, windows, samples is None, step, notes)):
         scenes.append(scene)
         of_window = f"verify: window {window + 1}, " if window else "verify: "
         say(f"{of_window}the reference: {len(scene.every)} samples")
         references.append(compute(scene, reference, size))
         if save is not None and not window:
             notes += _saved(scene, references[0], drawn, Path(save))
+        if shards:
+            references[-1] = projected(scene, references[-1])
         to_run = [(split, mode) for split in splits_of(len(scene.rows), own, splits) for mode in modes]
         here: list[SplitResult] = []
         for number, (split, mode) in enumerate(to_run, start=1):
@@ -172,7 +188,7 @@ def _verified(
         owns += [each for each in here if (each.per_device, each.steps) == own]
         notes += [*references[-1].notes, *_notes_on(scene, references[-1], here, options, own)]
     say("verify: eval_loss")
-    evaluated, reason = evaluate(trainer, scene, eval_samples, modes, options)
+    evaluated, reason = evaluate(trainer, scene, 0 if shards else eval_samples, modes, options)
     return replace(
         blank,
         world_size=trainer.args.world_size,
