@@ -128,7 +128,8 @@ def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int 
     vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps, max_steps=step + 1)
     if is_deepspeed(trainer.accelerator):
         # The plugin of accelerate's state, of which `plugins_copied` has made a copy.
-        args.deepspeed_plugin, args.hf_deepspeed_config = None, AcceleratorState().deepspeed_plugin.hf_ds_config
+        config = AcceleratorState().deepspeed_plugin.hf_ds_config
+        vars(args).update(deepspeed_plugin=None, hf_deepspeed_config=config)
     args.accelerator_config = copy.deepcopy(args.accelerator_config)
     # A dispatched loader splits batches of tensors; without dispatching every rank reads the same samples.
     args.accelerator_config.dispatch_batches = False
@@ -161,7 +162,9 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
         except (AccumFixError, TypeError):
             raise
         except Exception as error:  # Whatever an engine raises.
-            raise UnsupportedSetupError(f"{type(error).__name__}: {error}{PROOF}") from error
+            raise UnsupportedSetupError(
+                f"got {type(error).__name__} from the engine: {error}; expected it to train a copy of the model{PROOF}"
+            ) from error
 
 
 def _run(trainer: TrainerLike, split: Split, step: int, model: nn.Module | None) -> DryRun:

@@ -13,10 +13,9 @@ from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor, nn
+from torch import nn
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.errors import UnsupportedSetupError
@@ -130,7 +129,7 @@ def _side(
     dtypes = {getattr(torch, dtype) for _, dtype, _ in parameters.values()}
     dtypes |= {_NARROW[precision]} if precision in _NARROW else set()
     size, steps, ranks = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
-    words = [_engine(trainer), f"{ranks} rank{'' if ranks == 1 else 's'}", f"{size} x {steps}", precision or "no"]
+    words = [engine_of(trainer), f"{ranks} rank{'' if ranks == 1 else 's'}", f"{size} x {steps}", precision or "no"]
     return Side(
         model=model,
         layout=", ".join(each for each in words if each not in ("", "no")),
@@ -148,7 +147,7 @@ def _side(
     )
 
 
-def _engine(trainer: TrainerLike) -> str:
+def engine_of(trainer: TrainerLike) -> str:
     """What stands around the model, in words."""
     state, kind = trainer.accelerator.state, trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:

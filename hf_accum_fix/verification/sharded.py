@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ PROOF = "; hf-accum-fix verify --save proof.json in one process, then --against 
 
 
 class AtTheStep(TrainerCallback):
-    """Pass the gradient's projections to a function where the optimizer would step, which it then does not."""
+    """Pass the gradient's projections to a function where the optimizer steps; its steps then change no weight."""
 
     def __init__(self, trainer: TrainerLike, function: Callable[[dict[str, Projected]], object]) -> None:
         self._trainer, self._function = trainer, function
@@ -32,21 +33,30 @@ class AtTheStep(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Engine and optimizer are there."""
         engine = self._trainer.model_wrapped
-        if is_deepspeed(self._trainer.accelerator):
-            # The engine steps within backward.
-            step = engine.step
-            engine.step = lambda *args, **kwargs: (
-                self._reach() if engine.is_gradient_accumulation_boundary() else step(*args, **kwargs)
-            )
+        if not is_deepspeed(self._trainer.accelerator):
+            inner = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+            inner.register_step_pre_hook(self._before_the_step)
             return
-        inner = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        inner.register_step_pre_hook(self._reach)
+        # The engine steps within backward.
+        step = engine.step
 
-    def _reach(self, optimizer: Any = None, *_: Any) -> None:
-        self._function(projections_of(_gradients(self._trainer)))
-        for group in [] if optimizer is None else optimizer.param_groups:
+        def at_the_boundary(*args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                self._read()
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = 0.0
+            return step(*args, **kwargs)
+
+        engine.step = at_the_boundary
+
+    def _before_the_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._read()
+        for group in optimizer.param_groups:
             for each in group["params"]:
                 each.grad = None
+
+    def _read(self) -> None:
+        self._function(projections_of(_gradients(self._trainer)))
 
 
 def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Tensor | None]]:
@@ -56,7 +66,7 @@ def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Tensor | None]]:
     whole: Any = nullcontext()
     if is_deepspeed(trainer.accelerator):
         taken = import_module("deepspeed.utils").safe_get_full_grad
-    elif any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()):
+    elif _is_fsdp1(model):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         if not model._use_orig_params:
@@ -71,24 +81,42 @@ def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Tensor | None]]:
                 yield name, taken(each)
 
 
+def _is_fsdp1(model: nn.Module) -> bool:
+    return any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules())
+
+
 def refuse_shards(trainer: TrainerLike) -> None:
-    """Refuse what cannot be copied: shards, and other weights on some ranks. Call it on all ranks.
+    """Refuse what cannot be copied.
 
     Raises:
-        UnsupportedSetupError: if it is one.
+        UnsupportedSetupError: if ranks share samples, or the model is in shards before it trains.
     """
     if parallel_size(trainer, "sp") > 1 or parallel_size(trainer, "cp") > 1:
         raise UnsupportedSetupError(f"got ranks that share samples; expected samples of its own on each rank{PROOF}")
-    values = dict(trainer.model.named_parameters())
-    is_whole = not any(each.is_meta or hasattr(each, "ds_id") or hasattr(each, "placements") for each in values.values())
-    is_whole = is_whole and type(trainer.model_wrapped) is type(trainer.model)
-    weights = [float(each.detach().double().sum()) for each in values.values()] if is_whole else None
-    ranks = gather_object([weights]) if trainer.args.world_size > 1 else [weights]
-    if None in ranks or any(each != ranks[0] for each in ranks):
+    shards = any(hasattr(each, "ds_id") or hasattr(each, "placements") for each in trainer.model.parameters())
+    if shards or trainer.model_wrapped is not trainer.model or _is_fsdp1(trainer.model):
         raise UnsupportedSetupError(
-            "got a model that is in shards, or has other weights on some ranks, before it trains; expected the whole "
-            f"model on every rank{PROOF}"
+            "got a model that an engine holds already: it was loaded in shards (ZeRO-3's Init), or has trained; "
+            f"expected the whole model, before it trains{PROOF}"
         )
+
+
+def whole_model(trainer: TrainerLike) -> nn.Module:
+    """The model on this rank's device, with the first rank's weights, as engines take them; if need be, a copy."""
+    model: nn.Module = trainer.model
+    device = trainer.args.device
+    values = [each.detach() for each in (*model.parameters(), *model.buffers())]
+    is_empty = any(each.is_meta for each in values)
+    is_here = all(each.device == device for each in values)
+    sums = [float(each.double().sum()) for each in values] if is_here else []
+    ranks = gather_object([sums]) if trainer.args.world_size > 1 else [sums]
+    if sums and all(each == sums for each in ranks):
+        return model
+    found = copied_model(model)
+    found = found.to_empty(device=device) if is_empty else found.to(device)
+    for each in (*found.parameters(), *found.buffers()) if len(ranks) > 1 else ():
+        dist.broadcast(each.detach(), src=0)
+    return found
 
 
 @contextmanager
@@ -116,8 +144,3 @@ def copied_model(model: nn.Module) -> nn.Module:
             if getattr(one, hooks, None):
                 setattr(other, hooks, getattr(one, hooks))
     return found
-
-
-def on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model, or a copy of it where it is elsewhere."""
-    return model if all(each.device == device for each in model.parameters()) else copied_model(model).to(device)

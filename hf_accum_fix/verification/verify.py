@@ -27,7 +27,7 @@ from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import CANNOT, compare, gathered
 from hf_accum_fix.verification.dry_run import copy_for_split
 from hf_accum_fix.verification.evaluate import evaluate
-from hf_accum_fix.verification.layout_side import projected, proof_of
+from hf_accum_fix.verification.layout_side import engine_of, projected, proof_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS
 from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, without_outputs
 from hf_accum_fix.verification.report import (
@@ -40,14 +40,10 @@ from hf_accum_fix.verification.report import (
 )
 from hf_accum_fix.verification.restore import active_mode, options_of, restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
-from hf_accum_fix.verification.sharded import on_device, plugins_copied, refuse_shards
+from hf_accum_fix.verification.sharded import plugins_copied, refuse_shards, whole_model
 
 #: Further global batches in which to look for one whose samples have different numbers of items.
 _FURTHER: Final = 8
-_SHARDS: Final = (
-    f"gradients were compared by {ROWS * BUCKETS} projections of each parameter, which tell an error to about a third "
-    "of itself; eval_loss was not compared"
-)
 
 
 def verify(
@@ -161,10 +157,12 @@ def _verified(
         notes.append(f"apply() was not run: {SWITCH}={os.environ[SWITCH]}")
     whole, shards = trainer, is_sharded(trainer.accelerator)
     if shards:
-        # The reference runs without the engine, whose trainer leaves the model on the CPU.
         whole = copy_for_split(trainer, *own)
-        whole.model = on_device(trainer.model, trainer.args.device)
-        notes.append(_SHARDS)
+        whole.model = whole_model(trainer)
+        notes.append(
+            f"{engine_of(trainer)}: gradients were compared by {ROWS * BUCKETS} projections of each parameter, which "
+            "tell an error to about a third of itself"
+        )
     scenes: list[Scene] = []
     references: list[Reference] = []
     results: list[SplitResult] = []
@@ -188,7 +186,7 @@ def _verified(
         owns += [each for each in here if (each.per_device, each.steps) == own]
         notes += [*references[-1].notes, *_notes_on(scene, references[-1], here, options, own)]
     say("verify: eval_loss")
-    evaluated, reason = evaluate(trainer, scene, 0 if shards else eval_samples, modes, options)
+    evaluated, reason = evaluate(trainer, scene, eval_samples, modes, options)
     return replace(
         blank,
         world_size=trainer.args.world_size,
