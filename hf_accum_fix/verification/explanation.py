@@ -186,7 +186,7 @@ def _defects(symbols: list[Factor], facts: _Facts) -> tuple[str, ...]:
 
 def _facts(split: Split, logged: float, precision: float) -> _Facts:
     scene, contract, count, steps = split.scene, split.scene.contract, split.count, split.steps
-    trainer, world_size, items = scene.trainer, scene.world_size, scene.count(scene.every)
+    trainer, world_size, items = scene.trainer, scene.data_ranks, scene.count(scene.every)
     factors = {
         Factor.G: float(count),
         Factor.W: float(world_size),

@@ -19,7 +19,7 @@ from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
-from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
+from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.projection import in_order, named, projections_of
@@ -147,8 +147,13 @@ class Scene:
 
     @property
     def world_size(self) -> int:
-        """The ranks of the training, W."""
+        """The ranks of the training."""
         return int(self.trainer.args.world_size)
+
+    @property
+    def data_ranks(self) -> int:
+        """Those that have samples of their own."""
+        return data_ranks(self.trainer)
 
     @property
     def eps(self) -> float:
@@ -240,7 +245,7 @@ class Split:
     def parts(self, total: float | None = None) -> list[float]:
         """The weight of each micro-batch in the mean over all items, times W; or over another total."""
         if total is None:
-            total = (self.scene.count(self.scene.every) or 0.0) / self.scene.world_size
+            total = (self.scene.count(self.scene.every) or 0.0) / self.scene.data_ranks
         return [counted / total if counted else 0.0 for counted in self.items()]
 
     def averaged(self, weights: Sequence[float], *, wide: bool = False) -> Gradient:

@@ -91,6 +91,8 @@ def refuse_shards(trainer: TrainerLike) -> None:
     Raises:
         UnsupportedSetupError: if ranks share samples, or the model is in shards before it trains.
     """
+    if not is_sharded(trainer.accelerator):
+        return
     if parallel_size(trainer, "sp") > 1 or parallel_size(trainer, "cp") > 1:
         raise UnsupportedSetupError(f"got ranks that share samples; expected samples of its own on each rank{PROOF}")
     shards = any(hasattr(each, "ds_id") or hasattr(each, "placements") for each in trainer.model.parameters())

@@ -118,13 +118,7 @@ def _check(trainer: TrainerLike) -> None:
     off = check_setup(trainer)
     if VERIFY in off:
         raise SeamError(off[VERIFY])
-    if is_sharded(trainer.accelerator):
-        refuse_shards(trainer)
-    if data_ranks(trainer) < trainer.args.world_size:
-        raise UnsupportedSetupError(
-            "got tensor-parallel ranks, which shard gradients; expected data-parallel ranks; verify --save proof.json "
-            "without tp_plan, then --against here"
-        )
+    refuse_shards(trainer)
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedSetupError(
             "got a model without a trainable parameter; expected at least one; set requires_grad"
@@ -189,7 +183,7 @@ def _verified(
     evaluated, reason = evaluate(trainer, scene, eval_samples, modes, options)
     return replace(
         blank,
-        world_size=trainer.args.world_size,
+        world_size=data_ranks(trainer),
         contract=str(scene.contract),
         evaluation=evaluated,
         verdict=judge_own(results, owns, blank.active, own),
@@ -220,7 +214,9 @@ def _scenes(
         return Scene(alone, parameters, contract, drawn.collate, rows, every(rows))
 
     def every(rows: Sequence[Any]) -> list[Any]:
-        return [each for rank in gathered(trainer.args.world_size, list(rows)) for each in rank]
+        # Tensor-parallel ranks have the same samples.
+        ranks = gathered(trainer.args.world_size, list(rows))[:: trainer.args.world_size // data_ranks(trainer)]
+        return [each for rank in ranks for each in rank]
 
     uniform = True
     for rows in drawn.windows:
