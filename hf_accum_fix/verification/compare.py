@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate.utils import gather_object
 
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention
@@ -41,8 +42,13 @@ def compare(
         words = str(error)
     except TypeError as error:  # The loss requires num_items_in_batch, which this mode does not pass.
         words = f"{mode} cannot run this micro-batch: {error}"
-    except (RuntimeError, ValueError) as error:
-        if split.per_device == trainer.args.per_device_train_batch_size and not out_of_memory(error):
+    except Exception as error:
+        # An engine may raise anything; the user's own loop should not.
+        known = (
+            isinstance(error, (RuntimeError, ValueError))
+            and split.per_device != trainer.args.per_device_train_batch_size
+        )
+        if not (known or out_of_memory(error) or is_sharded(trainer.accelerator)):
             raise
         words = f"{CANNOT}: {error}"
     else:

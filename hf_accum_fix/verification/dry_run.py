@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,15 +17,13 @@ from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.engines.engine import is_deepspeed, is_sharded
-from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
-from hf_accum_fix.verification.projection import Projected, in_order
 from hf_accum_fix.verification.reference import Split
-from hf_accum_fix.verification.sharded import PROOF, AtTheStep, copied_model, plugins_copied
+from hf_accum_fix.verification.sharded import AtTheStep, copied_model, plugins_copied
 
 #: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
@@ -87,20 +85,6 @@ class KeepGradient(torch.optim.Optimizer):
         self.kept = take(self.parameters)
 
 
-class KeepProjections(AtTheStep):
-    """The same where an engine shards the gradients."""
-
-    def __init__(self, trainer: TrainerLike, names: Sequence[str]) -> None:
-        super().__init__(trainer, self._keep)
-        self.names = names
-        self.kept: list[Tensor | None] | None = None
-        self.steps = 0
-
-    def _keep(self, found: Mapping[str, Projected]) -> None:
-        self.steps += 1
-        self.kept = in_order(found, self.names)
-
-
 class _AtBegin(TrainerCallback):
     """Start the training at a later step, and call a function once its methods are wrapped."""
 
@@ -154,32 +138,22 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     For a later step, run the window twice, so that code that counts its own calls is past its first window. The model
     as the loop has wrapped it stays with the trainer, for the next run; an engine that shards gets a copy of it.
     """
-    if not is_sharded(trainer.accelerator):
-        return _run(trainer, split, step, None)
     with plugins_copied(trainer, split.per_device, split.steps):
-        try:
-            return _run(trainer, split, step, copied_model(trainer.model))
-        except (AccumFixError, TypeError):
-            raise
-        except Exception as error:  # Whatever an engine raises.
-            raise UnsupportedSetupError(
-                f"got {type(error).__name__} from the engine: {error}; expected it to train a copy of the model{PROOF}"
-            ) from error
+        return _run(trainer, split, step)
 
 
-def _run(trainer: TrainerLike, split: Split, step: int, model: nn.Module | None) -> DryRun:
-    """``model``: the copy that is trained; None: the trainer's own."""
-    parameters = split.scene.parameters
+def _run(trainer: TrainerLike, split: Split, step: int) -> DryRun:
+    parameters, shards = split.scene.parameters, is_sharded(trainer.accelerator)
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
-    optimizer: KeepGradient | KeepProjections
-    if model is None:
+    optimizer: KeepGradient | AtTheStep
+    if not shards:
         actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
         optimizer = KeepGradient(parameters)
         actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
         actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
     else:
-        actor.model = actor.model_wrapped = model
-        optimizer = KeepProjections(actor, split.scene.names)
+        actor.model = actor.model_wrapped = copied_model(trainer.model)
+        optimizer = AtTheStep(actor)
         actor.callback_handler.callbacks.append(optimizer)
     vars(actor)[DEALER] = None  # Keep this split: no length-balancing.
     loader = _loader(actor, split.micro_batches(), len(split.scene.every))
@@ -206,13 +180,14 @@ def _run(trainer: TrainerLike, split: Split, step: int, model: nn.Module | None)
     try:
         actor.train()
     finally:
-        if model is not None:
+        if shards:
             actor.accelerator.free_memory()
     take(parameters)  # Those of micro-batches after the last step.
-    if model is None:
+    if not shards:
         vars(trainer)[_WRAPPED] = actor.model_wrapped
     router = getattr(actor.__dict__.get(SESSION), "router", None)
-    return DryRun(optimizer.kept, float(sum(losses)), len(losses), router)
+    kept = split.scene.in_order(optimizer.reached) if isinstance(optimizer, AtTheStep) else optimizer.kept
+    return DryRun(kept, float(sum(losses)), len(losses), router)
 
 
 def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:

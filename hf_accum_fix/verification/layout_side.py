@@ -21,18 +21,14 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.projection import Projected, added, hashed, named, parts_of, projections_of
+from hf_accum_fix.verification.projection import Projected, added, hashed, named, parts_of
 from hf_accum_fix.verification.proof import Against, Proof, Side, hash_of, judge, limit_across
 from hf_accum_fix.verification.reference import Reference, Scene
 from hf_accum_fix.verification.restore import restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw
-from hf_accum_fix.verification.sharded import AtTheStep
+from hf_accum_fix.verification.sharded import AtTheStep, Reached
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-
-
-class _Reached(BaseException):
-    """The optimizer was about to step; no `Exception`, which code on the way may catch."""
 
 
 def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
@@ -46,8 +42,7 @@ def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
             "got a model with a router loss, which depends on the split; expected none; set output_router_logits=False"
         )
     _refuse_random(drawn)
-    names = [name for name, each in named(scene.trainer.model) if each.requires_grad]
-    found = projections_of(zip(names, reference.gradient, strict=True))
+    found = scene.projected(reference.gradient)
     samples, name = sorted(map(hash_of, scene.every)), _class_of(scene.trainer)
     side = _side(scene.trainer, name, fingerprint(scene.trainer.model), samples, found)
     types = sorted({side.parameters[each][1] for each in found})
@@ -82,19 +77,14 @@ def hold_against(trainer: Any, proof: Proof) -> Against:
     without_dropout(trainer.model)
     # FSDP2 makes another class of it.
     name, parameters = _class_of(trainer), fingerprint(trainer.model)
-    reached: dict[str, Projected] = {}
-
-    def stop(gradient: dict[str, Projected]) -> None:
-        reached.update(gradient)
-        raise _Reached
-
     # Bypass __setattr__, which may validate on assignment.
     vars(trainer.args).update(max_grad_norm=0.0, eval_on_start=False)
-    trainer.callback_handler.callbacks = [DefaultFlowCallback(), AtTheStep(trainer, stop)]
+    at_the_step = AtTheStep(trainer, ends=True)
+    trainer.callback_handler.callbacks = [DefaultFlowCallback(), at_the_step]
     try:
         trainer.train()
-    except _Reached:
-        return judge(proof, _side(trainer, name, parameters, samples, reached))
+    except Reached:
+        return judge(proof, _side(trainer, name, parameters, samples, at_the_step.reached))
     raise UnsupportedSetupError("got a training without an optimizer step; expected one; check data and max_steps")
 
 

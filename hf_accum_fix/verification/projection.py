@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -66,11 +66,6 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters by their names in the model itself."""
     for name, each in model.named_parameters():
         yield bare_name(name), each
-
-
-def in_order(found: Mapping[str, Projected], names: Sequence[str]) -> list[Tensor | None]:
-    """Projections as vectors whose inner products and distances are, on average, those of the gradients."""
-    return [found[name].projections / math.sqrt(ROWS) for name in names]
 
 
 def added(numbers: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
-from hf_accum_fix.verification.projection import in_order, named, projections_of
+from hf_accum_fix.verification.projection import ROWS, Projected, named, projections_of
 from hf_accum_fix.verification.sample import Collate, micro_batches
 from hf_accum_fix.verification.whole_state import RANDOM_NUMBERS, WholeState
 
@@ -94,12 +94,20 @@ class Scene:
         """What is compared of a gradient: all of it, or its projections where an engine shards it."""
         if not is_sharded(self.trainer.accelerator):
             return list(gradient)
-        return in_order(projections_of(zip(self.names, gradient, strict=True)), self.names)
+        return self.in_order(self.projected(gradient)) or []
 
     @property
     def names(self) -> list[str]:
         """Of the trainable parameters."""
         return [name for name, each in named(self.trainer.model) if each.requires_grad]
+
+    def projected(self, gradient: Gradient) -> dict[str, Projected]:
+        """The projections of a gradient, by parameter."""
+        return projections_of(zip(self.names, gradient, strict=True))
+
+    def in_order(self, found: Mapping[str, Projected]) -> list[Tensor | None] | None:
+        """Projections as vectors whose products and distances are, on average, the gradients'; None: there are none."""
+        return [found[name].projections / math.sqrt(ROWS) for name in self.names] if found else None
 
     def count(self, rows: Sequence[Any]) -> float | None:
         """The items of some samples; None if the loss has no items."""
@@ -149,11 +157,6 @@ class Scene:
     def world_size(self) -> int:
         """The ranks of the training."""
         return int(self.trainer.args.world_size)
-
-    @property
-    def data_ranks(self) -> int:
-        """Those that have samples of their own."""
-        return data_ranks(self.trainer)
 
     @property
     def eps(self) -> float:
@@ -245,7 +248,7 @@ class Split:
     def parts(self, total: float | None = None) -> list[float]:
         """The weight of each micro-batch in the mean over all items, times W; or over another total."""
         if total is None:
-            total = (self.scene.count(self.scene.every) or 0.0) / self.scene.data_ranks
+            total = (self.scene.count(self.scene.every) or 0.0) / data_ranks(self.scene.trainer)
         return [counted / total if counted else 0.0 for counted in self.items()]
 
     def averaged(self, weights: Sequence[float], *, wide: bool = False) -> Gradient:

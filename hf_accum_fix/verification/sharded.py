@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -24,11 +23,16 @@ from hf_accum_fix.verification.projection import Projected, named, projections_o
 PROOF = "; hf-accum-fix verify --save proof.json in one process, then --against here"
 
 
-class AtTheStep(TrainerCallback):
-    """Pass the gradient's projections to a function where the optimizer steps; its steps then change no weight."""
+class Reached(BaseException):
+    """The optimizer was about to step; no `Exception`, which code on the way may catch."""
 
-    def __init__(self, trainer: TrainerLike, function: Callable[[dict[str, Projected]], object]) -> None:
-        self._trainer, self._function = trainer, function
+
+class AtTheStep(TrainerCallback):
+    """Keep the gradient's projections where the optimizer steps, which then changes no weight; or end the training."""
+
+    def __init__(self, trainer: TrainerLike, *, ends: bool = False) -> None:
+        self._trainer, self._ends = trainer, ends
+        self.steps, self.reached = 0, dict[str, Projected]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Engine and optimizer are there."""
@@ -56,7 +60,10 @@ class AtTheStep(TrainerCallback):
                 each.grad = None
 
     def _read(self) -> None:
-        self._function(projections_of(_gradients(self._trainer)))
+        self.steps += 1
+        self.reached = projections_of(_gradients(self._trainer))
+        if self._ends:
+            raise Reached
 
 
 def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Tensor | None]]:
@@ -94,7 +101,7 @@ def refuse_shards(trainer: TrainerLike) -> None:
     if not is_sharded(trainer.accelerator):
         return
     if parallel_size(trainer, "sp") > 1 or parallel_size(trainer, "cp") > 1:
-        raise UnsupportedSetupError(f"got ranks that share samples; expected samples of its own on each rank{PROOF}")
+        raise UnsupportedSetupError(f"got ranks that cut their samples; expected whole samples on each rank{PROOF}")
     shards = any(hasattr(each, "ds_id") or hasattr(each, "placements") for each in trainer.model.parameters())
     if shards or trainer.model_wrapped is not trainer.model or _is_fsdp1(trainer.model):
         raise UnsupportedSetupError(
@@ -104,33 +111,26 @@ def refuse_shards(trainer: TrainerLike) -> None:
 
 
 def whole_model(trainer: TrainerLike) -> nn.Module:
-    """The model on this rank's device, with the first rank's weights, as engines take them; if need be, a copy."""
-    model: nn.Module = trainer.model
-    device = trainer.args.device
-    values = [each.detach() for each in (*model.parameters(), *model.buffers())]
-    is_empty = any(each.is_meta for each in values)
-    is_here = all(each.device == device for each in values)
-    sums = [float(each.double().sum()) for each in values] if is_here else []
-    ranks = gather_object([sums]) if trainer.args.world_size > 1 else [sums]
-    if sums and all(each == sums for each in ranks):
-        return model
-    found = copied_model(model)
-    found = found.to_empty(device=device) if is_empty else found.to(device)
-    for each in (*found.parameters(), *found.buffers()) if len(ranks) > 1 else ():
-        dist.broadcast(each.detach(), src=0)
+    """A copy of the model on this rank's device, with the first rank's weights, as engines take them."""
+    found, device = copied_model(trainer.model), trainer.args.device
+    found = found.to_empty(device=device) if any(each.is_meta for each in found.parameters()) else found.to(device)
+    for each in (*found.parameters(), *found.buffers()) if trainer.args.world_size > 1 else ():
+        flat = each.detach().flatten().contiguous()
+        dist.broadcast(flat.view(torch.uint8), src=0)  # gloo knows no bool.
+        each.detach().copy_(flat.view(each.shape))
     return found
 
 
 @contextmanager
-def plugins_copied(trainer: TrainerLike, size: int, steps: int) -> Iterator[None]:
+def plugins_copied(trainer: TrainerLike, size: int = 0, steps: int = 0) -> Iterator[None]:
     """Put copies of accelerate's plugins into its state, which engines fill in; DeepSpeed's with another split."""
-    state, ranks = AcceleratorState._shared_state, trainer.args.world_size
+    state = AcceleratorState._shared_state
     before = {name: each for name, each in state.items() if "plugin" in name and is_sharded(trainer.accelerator)}
     state.update(copy.deepcopy(before))
-    if is_deepspeed(trainer.accelerator):
+    if size and is_deepspeed(trainer.accelerator):
         config = AcceleratorState().deepspeed_plugin.deepspeed_config
-        sizes = {"micro_batch_size_per_gpu": size, "batch_size": size * steps * ranks}
-        sizes = {**{f"train_{name}": number for name, number in sizes.items()}, "gradient_accumulation_steps": steps}
+        sizes = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": steps}
+        sizes["train_batch_size"] = size * steps * trainer.args.world_size
         config.update({name: number for name, number in sizes.items() if name in config})
     try:
         yield

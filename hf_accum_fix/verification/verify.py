@@ -29,7 +29,7 @@ from hf_accum_fix.verification.dry_run import copy_for_split
 from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.layout_side import engine_of, projected, proof_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS
-from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, without_outputs
+from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, out_of_memory, without_outputs
 from hf_accum_fix.verification.report import (
     PATCHED,
     STOCK,
@@ -40,7 +40,7 @@ from hf_accum_fix.verification.report import (
 )
 from hf_accum_fix.verification.restore import active_mode, options_of, restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
-from hf_accum_fix.verification.sharded import plugins_copied, refuse_shards, whole_model
+from hf_accum_fix.verification.sharded import PROOF, plugins_copied, refuse_shards, whole_model
 
 #: Further global batches in which to look for one whose samples have different numbers of items.
 _FURTHER: Final = 8
@@ -63,7 +63,8 @@ def verify(
     Draw the first global batches in the trainer's own order, split them into micro-batches, and run each split through
     the trainer's own ``train()`` without an optimizer step, as the installed release does it and with ``apply()``.
     Afterwards all state reachable from the trainer, random states and the output folder are as before. Dropout is off
-    during the comparison. Call it on every rank; every rank gets the same report.
+    during the comparison. Call it on every rank; every rank gets the same report. FSDP and DeepSpeed train copies of
+    the model, and projections of the gradients are compared there.
 
     Args:
         trainer: a built `transformers.Trainer`, of any subclass.
@@ -96,8 +97,7 @@ def verify(
     try:
         _check(trainer)
         progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
-        copied = plugins_copied(trainer, *own_split(trainer))
-        with progress.kept_up(), restored(trainer) as state, copied:
+        with progress.kept_up(), restored(trainer) as state, plugins_copied(trainer):
             report = _verified(
                 trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, save, progress.say
             )
@@ -105,13 +105,12 @@ def verify(
             return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
         raise
-    except AccumFixError as error:
-        return replace(blank, verdict=could_not_tell(str(error)), world_size=trainer.args.world_size)
-
-
-def own_split(trainer: TrainerLike) -> tuple[int, int]:
-    """Samples x accumulation steps of the trainer's arguments."""
-    return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+    except (AccumFixError, RuntimeError) as error:
+        no_memory = is_sharded(trainer.accelerator) and out_of_memory(error)
+        if not (isinstance(error, AccumFixError) or no_memory):
+            raise
+        words = f"{error}{PROOF}" if no_memory else str(error)
+        return replace(blank, verdict=could_not_tell(words), world_size=trainer.args.world_size)
 
 
 def _check(trainer: TrainerLike) -> None:
@@ -140,7 +139,7 @@ def _verified(
 ) -> VerificationReport:
     """Draw samples, compute the references, run every split in every mode, evaluate."""
     options = options_of(trainer)
-    own = size, _ = own_split(trainer)
+    own = size, _ = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
     notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
     notes += _not_looked_at(trainer)
     say("verify: drawing samples")
