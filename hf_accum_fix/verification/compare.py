@@ -22,6 +22,7 @@ from hf_accum_fix.verification.gradients import Gradient, averaged, distance, do
 from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Split, out_of_memory
 from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell
 from hf_accum_fix.verification.restore import in_mode
+from hf_accum_fix.verification.sharded import plugins_copied
 
 #: In the verdict on a micro-batch that raises an error.
 CANNOT: Final = "this micro-batch cannot be run"
@@ -36,7 +37,7 @@ def compare(
     """Run a split in one mode, and judge its gradient; the result is the same on every rank."""
     blank = SplitResult(mode, split.per_device, split.steps, split.count, window, could_not_tell("not run"))
     try:
-        with in_mode(mode, trainer, options):
+        with in_mode(mode, trainer, options), plugins_copied(trainer, split.per_device, split.steps):
             run = dry_run(trainer, split, step)
     except AccumFixError as error:
         words = str(error)

@@ -23,7 +23,7 @@ from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.reference import Split
-from hf_accum_fix.verification.sharded import AtTheStep, copied_model, plugins_copied
+from hf_accum_fix.verification.sharded import AtTheStep, copied_model
 
 #: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
@@ -138,11 +138,6 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     For a later step, run the window twice, so that code that counts its own calls is past its first window. The model
     as the loop has wrapped it stays with the trainer, for the next run; an engine that shards gets a copy of it.
     """
-    with plugins_copied(trainer, split.per_device, split.steps):
-        return _run(trainer, split, step)
-
-
-def _run(trainer: TrainerLike, split: Split, step: int) -> DryRun:
     parameters, shards = split.scene.parameters, is_sharded(trainer.accelerator)
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
     optimizer: KeepGradient | AtTheStep

@@ -60,12 +60,13 @@ class Faulty(Trainer):
             for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
                 parameter.grad = gradient
             return loss
-        scaled = dict(named(self.model_wrapped))["model.layers.1.mlp.up_proj.weight"]
+        scaled = dict(named(self.model_wrapped)).get("model.layers.1.mlp.up_proj.weight")
         steps_inside = hasattr(self.model_wrapped, "is_gradient_accumulation_boundary")
         if self.fault == "engine" and steps_inside and self._calls == 1:
+            assert scaled is not None
             scaled.register_hook(lambda gradient: 1.01 * gradient)
         loss = super().training_step(*args, **kwargs)
-        if self.fault == "engine" and not steps_inside and scaled.grad is not None:
+        if self.fault == "engine" and not steps_inside and scaled is not None and scaled.grad is not None:
             scaled.grad.mul_(1.01)
         if self.fault == "clip":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -25,9 +25,11 @@ from hf_accum_fix.verification.gradients import Gradient, distance, dots
 from hf_accum_fix.verification.projection import ROWS, named, projections_of
 from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, TENSOR_PARALLEL, Backend
 from tests.backends.trajectory import gathered
-from tests.numerics.heads import HEADS
+from tests.numerics.heads import HEADS, before
 from tests.ranks import on_ranks
 from tests.verify import proof_script
+
+pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
 
 ENGINES = [
     *[pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp1", "fsdp2", "tp")],
@@ -97,11 +99,11 @@ def trained(engine: str, verifies: bool) -> tuple[dict[str, Any], list[str], dic
     trainer.args.max_steps = 2
     torch.manual_seed(5)
     if verifies:
-        before = state_of(trainer)
+        at_first = state_of(trainer)
         report = hf_accum_fix.verify(trainer, SPLITS).to_dict()
         after = state_of(trainer)
-        names = [name for name in {**before, **after} if before.get(name) != after.get(name) and name != KEPT]
-        changed = [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names]
+        names = [name for name in {**at_first, **after} if at_first.get(name) != after.get(name) and name != KEPT]
+        changed = [f"{name}: {at_first.get(name)} -> {after.get(name)}" for name in names]
     trainer.train()
     weights = gathered(trainer.model_wrapped, Backend(engine, WRAPPED.get(engine, DEEPSPEED)))
     if verifies and engine != "tp":
@@ -157,6 +159,30 @@ def test_the_first_ranks_weights_are_right(engine: str) -> None:
     """DeepSpeed takes them on every rank; FSDP mixes them here, where its option to do so is off."""
     one, other = on_ranks(with_other_weights, engine)
     assert one == other and one[0].startswith("exact" if engine.startswith("zero") else "relative error"), one
+
+
+def unanswered() -> list[str]:
+    """The verdicts on gradients without names, and on an engine that fails."""
+    nameless = of("fsdp1")
+    nameless.accelerator.state.fsdp_plugin.use_orig_params = False
+    words = [hf_accum_fix.verify(nameless, SPLITS).verdict.words]
+    failing = of("fsdp2")
+    weights = hash_of(failing.model.lm_head.weight)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyError("of the engine")
+
+    failing.create_optimizer = fails
+    words.append(hf_accum_fix.verify(failing, SPLITS).verdict.words)
+    assert hash_of(failing.model.lm_head.weight) == weights
+    return words
+
+
+@pytest.mark.slow
+def test_what_cannot_be_told_is_said() -> None:
+    (nameless, failing), _ = on_ranks(unanswered)
+    assert nameless.startswith("could not tell: got FSDP1 with use_orig_params=False"), nameless
+    assert failing == "could not tell: this micro-batch cannot be run: 'of the engine'"
 
 
 # --- how sure it is ---------------------------------------------------------------------------------------------------
