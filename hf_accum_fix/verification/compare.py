@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate.utils import gather_object
 
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention
@@ -21,6 +22,7 @@ from hf_accum_fix.verification.gradients import Gradient, averaged, distance, do
 from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Split, out_of_memory
 from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell
 from hf_accum_fix.verification.restore import in_mode
+from hf_accum_fix.verification.sharded import plugins_copied
 
 #: In the verdict on a micro-batch that raises an error.
 CANNOT: Final = "this micro-batch cannot be run"
@@ -35,14 +37,19 @@ def compare(
     """Run a split in one mode, and judge its gradient; the result is the same on every rank."""
     blank = SplitResult(mode, split.per_device, split.steps, split.count, window, could_not_tell("not run"))
     try:
-        with in_mode(mode, trainer, options):
+        with in_mode(mode, trainer, options), plugins_copied(trainer, split.per_device, split.steps):
             run = dry_run(trainer, split, step)
     except AccumFixError as error:
         words = str(error)
     except TypeError as error:  # The loss requires num_items_in_batch, which this mode does not pass.
         words = f"{mode} cannot run this micro-batch: {error}"
-    except (RuntimeError, ValueError) as error:
-        if split.per_device == trainer.args.per_device_train_batch_size and not out_of_memory(error):
+    except Exception as error:
+        # An engine may raise anything; the user's own loop should not.
+        known = (
+            isinstance(error, (RuntimeError, ValueError))
+            and split.per_device != trainer.args.per_device_train_batch_size
+        )
+        if not (known or out_of_memory(error) or is_sharded(trainer.accelerator)):
             raise
         words = f"{CANNOT}: {error}"
     else:
@@ -62,7 +69,7 @@ def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun)
     wanted, loss, router = [reference.gradient], reference.loss, None
     if scene.contract.has_router_loss:
         here, value = _router(split, run)
-        router = averaged(here, scene.parameters, scene.world_size)
+        router = scene.compared(averaged(here, scene.parameters, scene.world_size))
         wanted.append(router)
         loss += _mean(scene.world_size, value)
     products = dots(run.gradient, *wanted)

@@ -10,17 +10,20 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
+from hf_accum_fix.engines.engine import is_deepspeed, is_sharded
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.reference import Split
+from hf_accum_fix.verification.sharded import AtTheStep, copied_model
 
 #: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
@@ -107,6 +110,10 @@ def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int 
     # Bypass __setattr__, which may validate on assignment.
     vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
     vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps, max_steps=step + 1)
+    if is_deepspeed(trainer.accelerator):
+        # The plugin of accelerate's state, of which `plugins_copied` has made a copy.
+        config = AcceleratorState().deepspeed_plugin.hf_ds_config
+        vars(args).update(deepspeed_plugin=None, hf_deepspeed_config=config)
     args.accelerator_config = copy.deepcopy(args.accelerator_config)
     # A dispatched loader splits batches of tensors; without dispatching every rank reads the same samples.
     args.accelerator_config.dispatch_batches = False
@@ -129,14 +136,20 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
     For a later step, run the window twice, so that code that counts its own calls is past its first window. The model
-    as the loop has wrapped it stays with the trainer, for the next run.
+    as the loop has wrapped it stays with the trainer, for the next run; an engine that shards gets a copy of it.
     """
-    parameters = split.scene.parameters
+    parameters, shards = split.scene.parameters, is_sharded(trainer.accelerator)
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
-    actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
-    optimizer = KeepGradient(parameters)
-    actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
-    actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
+    optimizer: KeepGradient | AtTheStep
+    if not shards:
+        actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
+        optimizer = KeepGradient(parameters)
+        actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
+        actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
+    else:
+        actor.model = actor.model_wrapped = copied_model(trainer.model)
+        optimizer = AtTheStep(actor)
+        actor.callback_handler.callbacks.append(optimizer)
     vars(actor)[DEALER] = None  # Keep this split: no length-balancing.
     loader = _loader(actor, split.micro_batches(), len(split.scene.every))
     actor.get_train_dataloader = lambda *_, **__: loader
@@ -159,11 +172,17 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
 
     actor.callback_handler.callbacks.append(_AtBegin(max(step - 1, 0), listen))
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
-    actor.train()
+    try:
+        actor.train()
+    finally:
+        if shards:
+            actor.accelerator.free_memory()
     take(parameters)  # Those of micro-batches after the last step.
-    vars(trainer)[_WRAPPED] = actor.model_wrapped
+    if not shards:
+        vars(trainer)[_WRAPPED] = actor.model_wrapped
     router = getattr(actor.__dict__.get(SESSION), "router", None)
-    return DryRun(optimizer.kept, float(sum(losses)), len(losses), router)
+    kept = split.scene.in_order(optimizer.reached) if isinstance(optimizer, AtTheStep) else optimizer.kept
+    return DryRun(kept, float(sum(losses)), len(losses), router)
 
 
 def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.evaluation import evaluation_loop
@@ -29,6 +30,8 @@ def evaluate(
     dataset = trainer.eval_dataset
     if not count or dataset is None:
         return (), ""
+    if is_sharded(trainer.accelerator):
+        return (), "eval_loss was not compared: the engine would shard the model"
     if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (), f"eval_loss was not compared: got {type(dataset).__name__}; expected one data set with a length"
     if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):

@@ -13,6 +13,7 @@ import transformers
 from packaging.version import Version
 
 from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.upstream.defects import DEFECTS, Factor
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, dots, fit, relative
@@ -186,7 +187,7 @@ def _defects(symbols: list[Factor], facts: _Facts) -> tuple[str, ...]:
 
 def _facts(split: Split, logged: float, precision: float) -> _Facts:
     scene, contract, count, steps = split.scene, split.scene.contract, split.count, split.steps
-    trainer, world_size, items = scene.trainer, scene.world_size, scene.count(scene.every)
+    trainer, world_size, items = scene.trainer, data_ranks(scene.trainer), scene.count(scene.every)
     factors = {
         Factor.G: float(count),
         Factor.W: float(world_size),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,18 @@ Gradient: TypeAlias = Sequence[Tensor | None]
 
 
 def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Move the gradients off the parameters, without a copy unless they are sparse."""
-    taken = [
-        each.to_dense() if each is not None and each.layout is not torch.strided else each
-        for each in (parameter.grad for parameter in parameters)
-    ]
+    """Move the gradients off the parameters, without a copy unless they are sparse or in shards."""
+    taken = [_whole(parameter.grad) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return taken
+
+
+def _whole(gradient: Any) -> Tensor | None:
+    """A gradient that is no longer sparse, nor in shards of tensor-parallel ranks."""
+    if hasattr(gradient, "full_tensor"):
+        return gradient.full_tensor().cpu()  # type: ignore[no-any-return]
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()  # type: ignore[no-any-return]
 
 
 def on_cpu(gradient: Gradient) -> list[Tensor | None]:
@@ -46,7 +50,8 @@ def averaged(gradient: Gradient, parameters: Sequence[nn.Parameter], world_size:
         return list(gradient)
     found: list[Tensor | None] = []
     for each, parameter in zip(gradient, parameters, strict=True):
-        mean = torch.zeros_like(parameter) if each is None else each.detach().to(parameter.device, copy=True)
+        zero = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        mean = zero if each is None else each.detach().to(parameter.device, copy=True)
         dist.all_reduce(mean)
         found.append(mean / world_size)
     return found

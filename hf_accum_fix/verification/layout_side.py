@@ -5,7 +5,7 @@ The trainer cannot be used afterwards, because engines shard a model in place: f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -13,28 +13,20 @@ from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, gather_object
-from torch import Tensor, nn
-from transformers import TrainerCallback
+from torch import nn
 from transformers.trainer_callback import DefaultFlowCallback
 
-from hf_accum_fix.engines.engine import bare_name
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.projection import BUCKETS, ROWS, Projected, hashed, parts_of, project
-from hf_accum_fix.verification.proof import Against, Proof, Side, hash_of, judge
-from hf_accum_fix.verification.reference import Reference, Scene
+from hf_accum_fix.verification.projection import Projected, added, hashed, named, parts_of
+from hf_accum_fix.verification.proof import Against, Proof, Side, hash_of, judge, limit_across
+from hf_accum_fix.verification.reference import NARROW, Reference, Scene
 from hf_accum_fix.verification.restore import restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw
-
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-
-
-class _Reached(BaseException):
-    """The optimizer was about to step; no `Exception`, which code on the way may catch."""
+from hf_accum_fix.verification.sharded import AtTheStep, Reached
 
 
 def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
@@ -48,13 +40,18 @@ def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
             "got a model with a router loss, which depends on the split; expected none; set output_router_logits=False"
         )
     _refuse_random(drawn)
-    names = [name for name, each in _named(scene.trainer.model) if each.requires_grad]
-    found = {name: _projected(name, each) for name, each in zip(names, reference.gradient, strict=True)}
+    found = scene.projected(reference.gradient)
     samples, name = sorted(map(hash_of, scene.every)), _class_of(scene.trainer)
     side = _side(scene.trainer, name, fingerprint(scene.trainer.model), samples, found)
     types = sorted({side.parameters[each][1] for each in found})
     side = replace(side, layout=f"{reference.words}, {' and '.join(types)}")
     return Proof(side, str(scene.contract), scene.count(scene.every), reference.noise.floor, reference.tolerance)
+
+
+def projected(scene: Scene, reference: Reference) -> Reference:
+    """The reference as an engine's gradients are compared with it: its projections, and what is noise there."""
+    least = limit_across(reference.tolerance, scene.rounding)
+    return replace(reference, gradient=scene.compared(reference.gradient), least=least)
 
 
 def hold_against(trainer: Any, proof: Proof) -> Against:
@@ -78,78 +75,27 @@ def hold_against(trainer: Any, proof: Proof) -> Against:
     without_dropout(trainer.model)
     # FSDP2 makes another class of it.
     name, parameters = _class_of(trainer), fingerprint(trainer.model)
-    reached: dict[str, Projected] = {}
     # Bypass __setattr__, which may validate on assignment.
     vars(trainer.args).update(max_grad_norm=0.0, eval_on_start=False)
-    trainer.callback_handler.callbacks = [DefaultFlowCallback(), _BeforeTheStep(trainer, reached)]
+    at_the_step = AtTheStep(trainer, ends=True)
+    trainer.callback_handler.callbacks = [DefaultFlowCallback(), at_the_step]
     try:
         trainer.train()
-    except _Reached:
-        return judge(proof, _side(trainer, name, parameters, samples, reached))
+    except Reached:
+        return judge(proof, _side(trainer, name, parameters, samples, at_the_step.reached))
     raise UnsupportedSetupError("got a training without an optimizer step; expected one; check data and max_steps")
-
-
-class _BeforeTheStep(TrainerCallback):
-    """Project the gradients as the optimizer is about to step, and end the training there."""
-
-    def __init__(self, trainer: TrainerLike, reached: dict[str, Projected]) -> None:
-        self._trainer, self._reached = trainer, reached
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Engine and optimizer are there."""
-        engine = self._trainer.model_wrapped
-        if self._trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # The engine steps within backward.
-            step = engine.step
-            engine.step = lambda *args, **kwargs: (
-                self._stop() if engine.is_gradient_accumulation_boundary() else step(*args, **kwargs)
-            )
-            return
-        inner = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        inner.register_step_pre_hook(lambda *_: self._stop())
-
-    def _stop(self) -> None:
-        self._reached.update(_summed(dict(_gradients(self._trainer))))
-        raise _Reached
-
-
-def _gradients(trainer: TrainerLike) -> Iterator[tuple[str, Projected]]:
-    """The projections of this rank's part of every gradient; a collective for each parameter that is gathered."""
-    kind, model = trainer.accelerator.distributed_type, trainer.model_wrapped
-    taken: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # noqa: E731
-    whole: Any = nullcontext()
-    if kind == DistributedType.DEEPSPEED:
-        taken = import_module("deepspeed.utils").safe_get_full_grad
-    elif any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()):
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        if not model._use_orig_params:
-            raise UnsupportedSetupError(
-                "got FSDP1 with use_orig_params=False, whose gradients have no names; expected True; set it in "
-                "fsdp_config"
-            )
-        whole = FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True)
-    with whole:
-        for name, each in _named(model):
-            if each.requires_grad:
-                yield name, _projected(name, taken(each))
-
-
-def _projected(name: str, gradient: Tensor | None) -> Projected:
-    """The projections of this rank's part of a gradient; None: zero."""
-    return project(name, parts_of(torch.zeros(0) if gradient is None else gradient))
 
 
 def fingerprint(model: nn.Module) -> dict[str, tuple[list[int], str, int]]:
     """Shape, dtype and hash of the values of every parameter, by name, on every rank."""
     found: dict[str, tuple[list[int], str, int]] = {}
-    for name, each in _named(model):
+    for name, each in named(model):
         shape, gathered = list(getattr(each, "ds_shape", each.shape)), nullcontext()
         if hasattr(each, "ds_shape"):
             gathered = import_module("deepspeed").zero.GatheredParameters([each])
         with gathered:
             found[name] = (shape, str(each.dtype).removeprefix("torch."), hashed(name, parts_of(each)))
-    hashes = _added(torch.tensor([each[2] for each in found.values()], dtype=torch.int64))
+    hashes = added(torch.tensor([each[2] for each in found.values()], dtype=torch.int64))
     return {
         name: (shape, dtype, int(value))
         for (name, (shape, dtype, _)), value in zip(found.items(), hashes.tolist(), strict=True)
@@ -158,31 +104,6 @@ def fingerprint(model: nn.Module) -> dict[str, tuple[list[int], str, int]]:
 
 def _class_of(trainer: TrainerLike) -> str:
     return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, each in model.named_parameters():
-        yield bare_name(name), each
-
-
-def _summed(parts: Mapping[str, Projected]) -> dict[str, Projected]:
-    """The projections of whole gradients, from those of each rank's parts."""
-    if not parts:
-        return {}
-    rows = [torch.cat([each.projections, torch.tensor([each.square], dtype=torch.float64)]) for each in parts.values()]
-    return {
-        name: Projected(row[: ROWS * BUCKETS].clone(), float(row[-1]))
-        for name, row in zip(parts, _added(torch.stack(rows)), strict=True)
-    }
-
-
-def _added(numbers: Tensor) -> Tensor:
-    """The sum over ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return numbers
-    on_device = numbers.cuda() if dist.get_backend() == "nccl" else numbers
-    dist.all_reduce(on_device)
-    return on_device.cpu()
 
 
 def _side(
@@ -194,9 +115,9 @@ def _side(
 ) -> Side:
     args, precision = trainer.args, trainer.accelerator.mixed_precision
     dtypes = {getattr(torch, dtype) for _, dtype, _ in parameters.values()}
-    dtypes |= {_NARROW[precision]} if precision in _NARROW else set()
+    dtypes |= {NARROW[precision]} if precision in NARROW else set()
     size, steps, ranks = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
-    words = [_engine(trainer), f"{ranks} rank{'' if ranks == 1 else 's'}", f"{size} x {steps}", precision or "no"]
+    words = [engine_of(trainer), f"{ranks} rank{'' if ranks == 1 else 's'}", f"{size} x {steps}", precision or "no"]
     return Side(
         model=model,
         layout=", ".join(each for each in words if each not in ("", "no")),
@@ -214,7 +135,7 @@ def _side(
     )
 
 
-def _engine(trainer: TrainerLike) -> str:
+def engine_of(trainer: TrainerLike) -> str:
     """What stands around the model, in words."""
     state, kind = trainer.accelerator.state, trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from hf_accum_fix.engines.engine import bare_name
 
 #: K = ROWS x BUCKETS projections: each element is added, with a random sign, to one random bucket of each row.
 ROWS: Final = 4
@@ -46,6 +48,33 @@ def project(name: str, parts: Iterator[tuple[Tensor, Tensor]]) -> Projected:
             signed = torch.where((bits & BUCKETS) == 0, x, -x)
             found[row] += torch.bincount(bits & (BUCKETS - 1), weights=signed, minlength=BUCKETS).cpu()
     return Projected(found.flatten(), square)
+
+
+def projections_of(gradients: Iterable[tuple[str, Tensor | None]]) -> dict[str, Projected]:
+    """The projections of whole gradients, by name, from this rank's part of each (None: zero); one sum over ranks."""
+    parts = {name: project(name, parts_of(torch.zeros(0) if each is None else each)) for name, each in gradients}
+    if not parts:
+        return {}
+    rows = [torch.cat([each.projections, torch.tensor([each.square], dtype=torch.float64)]) for each in parts.values()]
+    return {
+        name: Projected(row[: ROWS * BUCKETS].clone(), float(row[-1]))
+        for name, row in zip(parts, added(torch.stack(rows)), strict=True)
+    }
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by their names in the model itself."""
+    for name, each in model.named_parameters():
+        yield bare_name(name), each
+
+
+def added(numbers: Tensor) -> Tensor:
+    """The sum over ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return numbers
+    on_device = numbers.cuda() if dist.get_backend() == "nccl" else numbers
+    dist.all_reduce(on_device)
+    return on_device.cpu()
 
 
 def distance_squared(one: Tensor, other: Tensor) -> float:

@@ -151,10 +151,15 @@ class Against:
         return {"ok": bool(self), "verdict": verdict, "error": self.error, "limit": self.limit, "side": side}
 
 
+def limit_across(tolerance: float, eps: float) -> float:
+    """The largest relative error that is noise where another layout adds up in another order."""
+    return min(_WIDEST, max(_ACROSS * tolerance, _ROUNDINGS[eps > 1e-5] * eps))
+
+
 def judge(proof: Proof, side: Side) -> Against:
     """Compare a layout's gradient with the proof's, if both are of the same model, weights and samples."""
     eps = max(side.eps, proof.side.eps)
-    limit = min(_WIDEST, max(_ACROSS * proof.tolerance, _ROUNDINGS[eps > 1e-5] * eps))
+    limit = limit_across(proof.tolerance, eps)
     if words := _incomparable(proof.side, side):
         return Against(could_not_tell(words), None, limit, side, proof)
     wanted, found = proof.side.gradient, _filled(side.gradient, proof.side.gradient)

@@ -16,17 +16,21 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.accumulation.noise import random_states, seed
 from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
-from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
+from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
+from hf_accum_fix.verification.projection import ROWS, Projected, named, projections_of
 from hf_accum_fix.verification.sample import Collate, micro_batches
 from hf_accum_fix.verification.whole_state import RANDOM_NUMBERS, WholeState
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
 MODES = ("auto", "full", "streamed")
+#: accelerate's mixed precisions.
+NARROW: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 #: Errors up to this many times the reference's noise count as noise: a split runs other kernels than the full batch.
 FLOORS: Final = 8.0
@@ -55,7 +59,8 @@ class Noise:
 class Reference:
     """The expected gradient (on the CPU) and loss of every split of a global batch, without the router loss.
 
-    ``decomposes``: whether parts of the batch add up to it; ``eps``: of the scene; ``words``: how it was computed.
+    ``decomposes``: whether parts of the batch add up to it; ``eps``: of the scene; ``words``: how it was computed;
+    ``least``: smallest tolerance, where an engine adds up in another order.
     """
 
     gradient: list[Tensor | None]
@@ -65,11 +70,12 @@ class Reference:
     decomposes: bool
     eps: float
     notes: tuple[str, ...] = ()
+    least: float = 0.0
 
     @property
     def tolerance(self) -> float:
         """The largest relative error that counts as exact."""
-        return max(FLOORS * self.noise.floor, _LEAST * self.eps)
+        return max(FLOORS * self.noise.floor, _LEAST * self.eps, self.least)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,25 @@ class Scene:
     collate: Collate
     rows: Sequence[Any]
     every: Sequence[Any]
+
+    def compared(self, gradient: Gradient) -> list[Tensor | None]:
+        """What is compared of a gradient: all of it, or its projections where an engine shards it."""
+        if not is_sharded(self.trainer.accelerator):
+            return list(gradient)
+        return self.in_order(self.projected(gradient)) or []
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trainable parameters."""
+        return [name for name, each in named(self.trainer.model) if each.requires_grad]
+
+    def projected(self, gradient: Gradient) -> dict[str, Projected]:
+        """The projections of a gradient, by parameter."""
+        return projections_of(zip(self.names, gradient, strict=True))
+
+    def in_order(self, found: Mapping[str, Projected]) -> list[Tensor | None] | None:
+        """Projections as vectors whose products and distances are, on average, the gradients'; None: there are none."""
+        return [found[name].projections / math.sqrt(ROWS) for name in self.names] if found else None
 
     def count(self, rows: Sequence[Any]) -> float | None:
         """The items of some samples; None if the loss has no items."""
@@ -132,7 +157,7 @@ class Scene:
 
     @property
     def world_size(self) -> int:
-        """The ranks of the training, W."""
+        """The ranks of the training."""
         return int(self.trainer.args.world_size)
 
     @property
@@ -145,8 +170,7 @@ class Scene:
     def rounding(self) -> float:
         """The same with matrix products."""
         eps = self.eps
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-        autocast = mixed.get(self.trainer.accelerator.mixed_precision)
+        autocast = NARROW.get(self.trainer.accelerator.mixed_precision)
         if autocast is not None:
             return max(eps, torch.finfo(autocast).eps)
         # TF32 has as many digits as float16.
@@ -225,13 +249,14 @@ class Split:
     def parts(self, total: float | None = None) -> list[float]:
         """The weight of each micro-batch in the mean over all items, times W; or over another total."""
         if total is None:
-            total = (self.scene.count(self.scene.every) or 0.0) / self.scene.world_size
+            total = (self.scene.count(self.scene.every) or 0.0) / data_ranks(self.scene.trainer)
         return [counted / total if counted else 0.0 for counted in self.items()]
 
     def averaged(self, weights: Sequence[float], *, wide: bool = False) -> Gradient:
         """The sum of this rank's micro-batches, each times its weight; the mean over ranks."""
         scene = self.scene
-        return averaged(scene.gradient(self.micro_batches(), weights, wide=wide)[1], scene.parameters, scene.world_size)
+        own = scene.gradient(self.micro_batches(), weights, wide=wide)[1]
+        return scene.compared(averaged(own, scene.parameters, scene.world_size))
 
     @property
     def narrow(self) -> set[torch.dtype]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import transformers
-from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.confirmation import is_quiet
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.session import settled_contract
@@ -27,8 +27,9 @@ from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import CANNOT, compare, gathered
 from hf_accum_fix.verification.dry_run import copy_for_split
 from hf_accum_fix.verification.evaluate import evaluate
-from hf_accum_fix.verification.layout_side import proof_of
-from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, without_outputs
+from hf_accum_fix.verification.layout_side import engine_of, projected, proof_of
+from hf_accum_fix.verification.projection import BUCKETS, ROWS
+from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, out_of_memory, without_outputs
 from hf_accum_fix.verification.report import (
     PATCHED,
     STOCK,
@@ -39,6 +40,7 @@ from hf_accum_fix.verification.report import (
 )
 from hf_accum_fix.verification.restore import active_mode, options_of, restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
+from hf_accum_fix.verification.sharded import PROOF, plugins_copied, refuse_shards, whole_model
 
 #: Further global batches in which to look for one whose samples have different numbers of items.
 _FURTHER: Final = 8
@@ -61,7 +63,8 @@ def verify(
     Draw the first global batches in the trainer's own order, split them into micro-batches, and run each split through
     the trainer's own ``train()`` without an optimizer step, as the installed release does it and with ``apply()``.
     Afterwards all state reachable from the trainer, random states and the output folder are as before. Dropout is off
-    during the comparison. Call it on every rank; every rank gets the same report.
+    during the comparison. Call it on every rank; every rank gets the same report. FSDP and DeepSpeed train copies of
+    the model, and projections of the gradients are compared there.
 
     Args:
         trainer: a built `transformers.Trainer`, of any subclass.
@@ -94,7 +97,7 @@ def verify(
     try:
         _check(trainer)
         progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
-        with progress.kept_up(), restored(trainer) as state:
+        with progress.kept_up(), restored(trainer) as state, plugins_copied(trainer):
             report = _verified(
                 trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, save, progress.say
             )
@@ -102,25 +105,19 @@ def verify(
             return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
         raise
-    except AccumFixError as error:
-        return replace(blank, verdict=could_not_tell(str(error)), world_size=trainer.args.world_size)
+    except (AccumFixError, RuntimeError) as error:
+        no_memory = is_sharded(trainer.accelerator) and out_of_memory(error)
+        if not (isinstance(error, AccumFixError) or no_memory):
+            raise
+        words = f"{error}{PROOF}" if no_memory else str(error)
+        return replace(blank, verdict=could_not_tell(words), world_size=trainer.args.world_size)
 
 
 def _check(trainer: TrainerLike) -> None:
     off = check_setup(trainer)
     if VERIFY in off:
         raise SeamError(off[VERIFY])
-    engine = trainer.accelerator.distributed_type
-    if engine in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        raise UnsupportedSetupError(
-            f"got {engine.value}, which shards gradients; expected one process or DistributedDataParallel; verify "
-            "there, with the same model, data and arguments: hf-accum-fix verify --save proof.json, then --against here"
-        )
-    if data_ranks(trainer) < trainer.args.world_size:
-        raise UnsupportedSetupError(
-            "got tensor-parallel ranks, which shard gradients; expected data-parallel ranks; verify --save proof.json "
-            "without tp_plan, then --against here"
-        )
+    refuse_shards(trainer)
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedSetupError(
             "got a model without a trainable parameter; expected at least one; set requires_grad"
@@ -151,18 +148,28 @@ def _verified(
     modes = [STOCK, PATCHED] if with_apply and enabled() else [STOCK if with_apply else blank.active]
     if with_apply and not enabled():
         notes.append(f"apply() was not run: {SWITCH}={os.environ[SWITCH]}")
+    whole, shards = trainer, is_sharded(trainer.accelerator)
+    if shards:
+        whole = copy_for_split(trainer, *own)
+        whole.model = whole_model(trainer)
+        notes.append(
+            f"{engine_of(trainer)}: gradients were compared by {ROWS * BUCKETS} projections of each parameter, which "
+            "tell an error to about a third of itself"
+        )
     scenes: list[Scene] = []
     references: list[Reference] = []
     results: list[SplitResult] = []
     owns: list[SplitResult] = []
     say("verify: observing the loss")
-    for window, scene in enumerate(_scenes(trainer, drawn, options, windows, samples is None, step, notes)):
+    for window, scene in enumerate(_scenes(whole, drawn, options, windows, samples is None, step, notes)):
         scenes.append(scene)
         of_window = f"verify: window {window + 1}, " if window else "verify: "
         say(f"{of_window}the reference: {len(scene.every)} samples")
         references.append(compute(scene, reference, size))
         if save is not None and not window:
             notes += _saved(scene, references[0], drawn, Path(save))
+        if shards:
+            references[-1] = projected(scene, references[-1])
         to_run = [(split, mode) for split in splits_of(len(scene.rows), own, splits) for mode in modes]
         here: list[SplitResult] = []
         for number, (split, mode) in enumerate(to_run, start=1):
@@ -175,7 +182,7 @@ def _verified(
     evaluated, reason = evaluate(trainer, scene, eval_samples, modes, options)
     return replace(
         blank,
-        world_size=trainer.args.world_size,
+        world_size=data_ranks(trainer),
         contract=str(scene.contract),
         evaluation=evaluated,
         verdict=judge_own(results, owns, blank.active, own),
@@ -206,7 +213,9 @@ def _scenes(
         return Scene(alone, parameters, contract, drawn.collate, rows, every(rows))
 
     def every(rows: Sequence[Any]) -> list[Any]:
-        return [each for rank in gathered(trainer.args.world_size, list(rows)) for each in rank]
+        # Tensor-parallel ranks have the same samples.
+        ranks = gathered(trainer.args.world_size, list(rows))[:: trainer.args.world_size // data_ranks(trainer)]
+        return [each for rank in ranks for each in rank]
 
     uniform = True
     for rows in drawn.windows:

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_accum_fix
+from hf_accum_fix.verification.projection import named
 from tests.backends.rows import by_tp_plan, fsdp_argument, zero
 from tests.backends.sequence_parallel import stacked, ulysses
 from tests.backends.trajectory import offloading_on_a_cpu
@@ -38,6 +40,11 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: value[: len(rows)] for key, value in stacked([*rows, widest]).items()}
 
 
+def collate_classes(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The same, each with a class."""
+    return {**collate(rows), "labels": torch.tensor([len(row["input_ids"]) % 3 for row in rows])}
+
+
 class Faulty(Trainer):
     """A trainer with a fault."""
 
@@ -45,7 +52,7 @@ class Faulty(Trainer):
     _calls = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop the second micro-batch, on one rank or all; or clip the gradient after each."""
+        """Drop the second micro-batch, on one rank or all; clip the gradient after each; or scale one in the engine."""
         self._calls += 1
         if self._calls == 2 and (self.fault == "drop" or (self.fault == "drop on one rank" and dist.get_rank() == 1)):
             kept = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
@@ -53,7 +60,14 @@ class Faulty(Trainer):
             for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
                 parameter.grad = gradient
             return loss
+        scaled = dict(named(self.model_wrapped)).get("model.layers.1.mlp.up_proj.weight")
+        steps_inside = hasattr(self.model_wrapped, "is_gradient_accumulation_boundary")
+        if self.fault == "engine" and steps_inside and self._calls == 1:
+            assert scaled is not None
+            scaled.register_hook(lambda gradient: 1.01 * gradient)
         loss = super().training_step(*args, **kwargs)
+        if self.fault == "engine" and not steps_inside and scaled is not None and scaled.grad is not None:
+            scaled.grad.mul_(1.01)
         if self.fault == "clip":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return loss
@@ -76,9 +90,15 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
     parser.add_argument("--fault", default="")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--apply", action="store_true")
+    parser.add_argument("--classes", action="store_true")
     words = parser.parse_args(given)
     if words.apply:
         hf_accum_fix.apply()
+    # Before the arguments are: a config of ZeRO-3 makes some models sharded ones.
+    unset_hf_deepspeed_config()
+    torch.manual_seed(words.seed)
+    head = LlamaForSequenceClassification if words.classes else LlamaForCausalLM
+    model: Any = head(LlamaConfig(**SIZES, **HEADS, **TOKENS, num_labels=3)).to(getattr(torch, words.dtype))
     more: dict[str, Any] = {}
     if words.engine.startswith(("zero", "sp")):
         import deepspeed
@@ -110,8 +130,6 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
         arguments.device  # noqa: B018 - it is set up when it is asked for
         cpu = torch.device("cpu")
         PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=cpu)
-    torch.manual_seed(words.seed)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **TOKENS)).to(getattr(torch, words.dtype))
     if words.fault == "unused":
         # No fault: a parameter that the loss does not use.
         model.unused = torch.nn.Parameter(torch.ones(3))
@@ -120,7 +138,8 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
         model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 1.01 * gradient)
     if words.fault == "frozen":
         model.lm_head.weight.register_hook(torch.zeros_like)
-    trainer = Faulty(model=model, args=arguments, train_dataset=samples(), data_collator=collate)
+    collator = collate_classes if words.classes else collate
+    trainer = Faulty(model=model, args=arguments, train_dataset=samples(), data_collator=collator)
     trainer.fault = words.fault
     return trainer
 
