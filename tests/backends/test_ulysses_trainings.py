@@ -157,8 +157,8 @@ def leg(stage: int, layout: tuple[int, int, int], folder: Path, resumes: bool) -
 @pytest.mark.parametrize(
     ("stage", "before", "after"),
     [
-        (2, SHARED, SHARED),
         (2, ALONE, SHARED),
+        pytest.param(2, SHARED, SHARED, marks=pytest.mark.thorough),
         pytest.param(2, SHARED, ALONE, marks=pytest.mark.thorough),
         pytest.param(3, SHARED, ALONE, marks=pytest.mark.thorough),
         pytest.param(3, SHARED, SHARED, marks=pytest.mark.thorough),

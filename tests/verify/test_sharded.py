@@ -32,8 +32,11 @@ from tests.verify import proof_script
 pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
 
 ENGINES = [
-    *[pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp1", "fsdp2", "tp")],
-    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero0", "zero2", "zero3", "zero2-offloaded")],
+    pytest.param("fsdp1", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    *[pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "tp")],
+    pytest.param("zero0", marks=[pytest.mark.deepspeed, pytest.mark.thorough]),
+    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero2", "zero3")],
+    pytest.param("zero2-offloaded", marks=[pytest.mark.deepspeed, pytest.mark.thorough]),
 ]
 WRAPPED = {"fsdp1": FSDP1, "fsdp2": FSDP2, "tp": TENSOR_PARALLEL}
 SPLITS = [(2, 2), (1, 4)]
