@@ -9,7 +9,7 @@ import math
 import os
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,17 @@ from tests.verify import proof_script
 
 pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
 
-ENGINES = [
-    pytest.param("fsdp1", marks=[pytest.mark.slow, pytest.mark.thorough]),
-    *[pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "tp")],
-    pytest.param("zero0", marks=[pytest.mark.deepspeed, pytest.mark.thorough]),
-    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero2", "zero3")],
-    pytest.param("zero2-offloaded", marks=[pytest.mark.deepspeed, pytest.mark.thorough]),
-]
+ENGINES = ("fsdp1", "fsdp2", "tp", "zero0", "zero2", "zero3", "zero2-offloaded")
 WRAPPED = {"fsdp1": FSDP1, "fsdp2": FSDP2, "tp": TENSOR_PARALLEL}
 SPLITS = [(2, 2), (1, 4)]
 #: The communicator that DeepSpeed makes at its first engine, and keeps for every other.
 KEPT = "groups _WORLD_GROUP"
+
+
+def engines(*shown: str, of: Sequence[str] = ENGINES) -> list[Any]:
+    """Engines as cases: these in every CI, the others, which take a minute each, in the thorough one."""
+    marks = {each: pytest.mark.deepspeed if each.startswith("zero") else pytest.mark.slow for each in of}
+    return [pytest.param(e, marks=[mark, *(() if e in shown else [pytest.mark.thorough])]) for e, mark in marks.items()]
 
 
 def of(engine: str, *words: str) -> Any:
@@ -115,7 +115,7 @@ def trained(engine: str, verifies: bool) -> tuple[dict[str, Any], list[str], dic
     return report, changed, {name: hash_of(each) for name, each in weights.items()}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines("fsdp2", "zero3"))
 def test_nothing_is_left_changed(engine: str) -> None:
     (report, *changed, weights), (other, *others, _) = on_ranks(trained, engine, True)
     assert not any(changed) and not any(others), "\n".join(*changed)
@@ -135,7 +135,7 @@ def found(engine: str) -> list[dict[str, Any]]:
     return [each.to_dict() for each in (*reports, later)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines("fsdp2", "tp", "zero2"))
 def test_stock_and_the_engine_are_told_apart(engine: str) -> None:
     (classes, fault, later), others = on_ranks(found, engine)
     assert [classes, fault, later] == others
@@ -157,7 +157,7 @@ def with_other_weights(engine: str) -> list[str]:
     return [hf_accum_fix.verify(of(engine, "--seed", os.environ["RANK"]), SPLITS).verdict.words]
 
 
-@pytest.mark.parametrize("engine", [ENGINES[1], *ENGINES[4:6]])
+@pytest.mark.parametrize("engine", engines("fsdp2", of=("fsdp2", "zero2", "zero3")))
 def test_the_first_ranks_weights_are_right(engine: str) -> None:
     """DeepSpeed takes them on every rank; FSDP mixes them here, where its option to do so is off."""
     one, other = on_ranks(with_other_weights, engine)
