@@ -14,7 +14,6 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_pt_utils import LabelSmoother
 
 import hf_accum_fix
 from hf_accum_fix import observations
@@ -461,7 +460,6 @@ def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "held", "options"),
     [
-        ("label_smoothing_factor", {"label_smoother": LabelSmoother()}, {}),
         ("compute_loss_func", {"compute_loss_func": shifted_cross_entropy}, {}),
         ("per_sample", {}, {"per_sample": True}),
         ("balance_windows", {}, {"balance_windows": True}),
