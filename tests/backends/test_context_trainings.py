@@ -60,7 +60,7 @@ def test_attention_that_would_see_its_part_alone_is_refused() -> None:
 @pytest.mark.parametrize(
     ("release", "layout"),
     [
-        pytest.param("5.4.0", "cp", marks=pytest.mark.releases),
+        pytest.param("5.4.0", "cp", marks=[pytest.mark.releases, pytest.mark.thorough]),
         *[
             pytest.param(f"{release}@deepspeed==0.19.8", layout, marks=pytest.mark.releases_all)
             for release, layout in (("5.0.0", "cp"), ("5.0.0", "sp"), ("5.4.0", "sp"))

@@ -62,7 +62,11 @@ def test_a_signal_reaches_the_command(number: signal.Signals, code: int) -> None
         "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9));"
         "signal.signal(signal.SIGINT, lambda *_: sys.exit(8)); print('ready', flush=True); time.sleep(60)"
     )
-    command = [*REQUIRE, sys.executable, "-c", script]
+    # A job that a shell runs in the background ignores SIGINT, and so do its children.
+    heeding = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", heeding, *REQUIRE, sys.executable, "-c", script]
     with subprocess.Popen(
         command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         start_new_session=True,

@@ -241,7 +241,14 @@ OTHER_CUTS = [pytest.param(cut, marks=pytest.mark.thorough) for cut in ((4, 1), 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [(2, 2), *OTHER_CUTS], ids=lambda cut: "x".join(map(str, cut)))
-@pytest.mark.parametrize("name", ["CLIP", "SigLIP", "InfoNCE of one's own", "supervised contrastive"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CLIP",
+        "supervised contrastive",
+        *[pytest.param(name, marks=pytest.mark.thorough) for name in ("SigLIP", "InfoNCE of one's own")],
+    ],
+)
 def test_two_ranks_are_the_global_batch(name: str, cut: tuple[int, int], tmp_path: Path) -> None:
     case = MODELS[name]
     reference = step_along(model := case.build(), case.full(model))

@@ -101,7 +101,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "terminate"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("terminate", marks=pytest.mark.thorough)])
 def test_a_run_that_is_cut_goes_on_from_its_last_checkpoint(fault: str, undisturbed: Path, tmp_path: Path) -> None:
     cut = torchrun("tests.faults.interrupted", tmp_path, fault, timeout=90)
     assert cut.returncode != 0

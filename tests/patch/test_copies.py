@@ -73,7 +73,7 @@ def test_a_pickle_made_under_the_patch_is_the_original_without_it() -> None:
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("release", ["1.14.2", "1.17.3"])
+@pytest.mark.parametrize("release", [pytest.param("1.14.2", marks=pytest.mark.thorough), "1.17.3"])
 def test_the_kernel_and_the_wrapped_loaders_work_by_an_older_wrapt(release: str, tmp_path: Path) -> None:
     """aiobotocore, and so s3fs, pins wrapt below 2."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]

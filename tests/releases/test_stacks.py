@@ -75,7 +75,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stack", [OLDEST, OLD, BETWEEN, NEWEST], ids=["oldest", "old", "between", "newest"])
+@pytest.mark.parametrize(
+    "stack",
+    [
+        pytest.param(OLDEST, id="oldest"),
+        *[pytest.param(each, marks=pytest.mark.thorough, id=id) for each, id in ((OLD, "old"), (BETWEEN, "between"))],
+        pytest.param(NEWEST, id="newest"),
+    ],
+)
 def test_the_wheel_leaves_torch_alone_and_answers(
     stack: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -446,13 +446,6 @@ def test_data_parallel(tmp_path: Path) -> None:
     assert report.verdict.kind is Kind.COULD_NOT_TELL and "DataParallel" in report.verdict.words
 
 
-def test_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = small(Regression(), tmp_path, points(8))
-    monkeypatch.setattr("hf_accum_fix.verification.verify.data_ranks", lambda _: 0)
-    report = verify(trainer)
-    assert report.verdict.kind is Kind.COULD_NOT_TELL and "tensor-parallel" in report.verdict.words
-
-
 def test_no_train_set_is_a_sentence(tmp_path: Path) -> None:
     trainer = small(Regression(), tmp_path, None)
     report = verify(trainer)
