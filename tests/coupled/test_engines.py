@@ -27,6 +27,11 @@ ROWS = [
     *("ddp", "fsdp1-argument", "fsdp2-argument", "fsdp2-argument-offloaded"),
     *(f"deepspeed-zero-{stage}" for stage in range(4)),
 ]
+SHOWN = ("ddp", "fsdp1-argument", "fsdp2-argument", "deepspeed-zero-2", "deepspeed-zero-3")
+
+
+def marks_of(row: str) -> list[pytest.MarkDecorator]:
+    return [BACKENDS[row].mark, *(() if row in SHOWN else [pytest.mark.thorough])]
 
 
 def _on_a_rank(row: str, path: str, folder: str) -> Trajectory:
@@ -48,7 +53,7 @@ def _on_a_rank(row: str, path: str, folder: str) -> Trajectory:
         )
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=BACKENDS[row].mark) for row in ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks_of(row)) for row in ROWS])
 def test_shards(row: str, tmp_path: Path) -> None:
     case, backend = MODELS["SigLIP"], BACKENDS[row]
     reference = step_along(model := case.build(), case.full(model))

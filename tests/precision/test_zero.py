@@ -124,6 +124,7 @@ def test_float32_is_deepspeeds_own(stage: int, rows: Any) -> None:
 
 
 @pytest.mark.deepspeed
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_so_is_that_of_1024_micro_batches(stage: int, fine: Any) -> None:
     rounded = fine[stage, "nothing", "parameter"]
