@@ -42,7 +42,7 @@ from hf_accum_fix.core.window import Window
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import reducing
-from hf_accum_fix.engines.sample_shards import check_shards
+from hf_accum_fix.engines.sample_shards import axis_size, check_shards
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import options_from, shows_options
 from hf_accum_fix.upstream.presence import require_accelerator
@@ -310,7 +310,7 @@ def accumulation_windows(
         SeamError: if the accelerator lacks an attribute that is used.
         OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
             invalid or has no meaning in a loop.
-        UnsupportedSetupError: if the accelerator's ranks split samples (tensor parallelism), or
+        UnsupportedSetupError: if the accelerator's ranks share tensors (tensor parallelism), or
             repeated samples are to be dropped and cannot be recognised.
     """
     if steps is None and accelerator is None:
@@ -319,14 +319,14 @@ def accumulation_windows(
         require_accelerator(accelerator)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
-    config = getattr(accelerator, "parallelism_config", None)
-    split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
-    if split["tp"] > 1:
+    if (tensors := axis_size(accelerator, "tp")) > 1:
         raise UnsupportedSetupError(
-            f"got ranks that share tensors {split}; expected data-parallel ranks, or those that share samples (cp, sp)"
+            f"got tp_size={tensors} in a loop; expected data-parallel ranks, or ranks that share samples (cp, sp); "
+            "remove tp_size, or train by a Trainer"
         )
     given = options_from(options, of_loops=True)
-    check_shards("accumulation_windows", split, given, func=False)
+    sizes = {axis: axis_size(accelerator, axis) for axis in ("cp", "sp")}
+    check_shards("accumulation_windows", sizes, given, func=False)
     coupled, given = planned(given)
     host = LoopHost(accelerator, steps, given)
     host.coupled = coupled

@@ -22,7 +22,13 @@ from hf_accum_fix.core.host import Facts, Host
 from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.engines.engine import engine_divisor, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_attention, cut_by_trainer, cut_whole
+from hf_accum_fix.engines.sample_shards import (
+    attention_over_ranks,
+    axis_size,
+    check_attention,
+    cut_by_trainer,
+    cut_whole,
+)
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -45,7 +51,7 @@ class LoopHost(Host):
         self.data_ranks = self.world_size
         self.shards = self.world_size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
         self._is_placed = accelerator is not None
-        self.context_parallel = (getattr(getattr(accelerator, "parallelism_config", None), "cp_size", 1) or 1) > 1
+        self.context_parallel = axis_size(accelerator, "cp") > 1
         self.device = torch.device("cpu") if accelerator is None else accelerator.device
 
     @property

@@ -73,8 +73,12 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
 
 def is_cut(accelerator: AcceleratorLike | None) -> bool:
     """Whether several ranks hold a part of each sample."""
-    config = getattr(accelerator, "parallelism_config", None)
-    return any((getattr(config, size, 1) or 1) > 1 for size in ("cp_size", "sp_size"))
+    return any(axis_size(accelerator, axis) > 1 for axis in ("cp", "sp"))
+
+
+def axis_size(accelerator: AcceleratorLike | None, axis: str) -> int:
+    """Ranks along an axis of accelerate's parallelism_config, "cp", "sp" or "tp"; 1: it has none."""
+    return getattr(getattr(accelerator, "parallelism_config", None), f"{axis}_size", 1) or 1
 
 
 def cut_whole(prepare: Callable[..., Any], model: nn.Module, batch: Any) -> bool:

@@ -360,14 +360,15 @@ class Session(Host):
         if step is not None and not facts_of.code_mentions(inspect.unwrap(step), "compute_loss", "accelerator"):
             return Facts(setting, unobserved=replace(plain, by_divisor=True, reason=MADE_BY_STEP))
         self._settle_shift(batches)
-        if self.cuts_samples and compute_loss is None and type(trainer.label_smoother) is LabelSmoother:
-            # One part of a sample shows no count.
-            router = "a router loss is added to smoothed labels" if any(declared.router_coefficients(bare)) else ""
-            smoothed = LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=router, reason=router)
-            return Facts(setting, unobserved=smoothed)
         doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
         if any(map(has_own_hooks, self.model.parameters())):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
+        if self.cuts_samples and compute_loss is None and type(trainer.label_smoother) is LabelSmoother:
+            # One part of a sample shows no count.
+            if any(declared.router_coefficients(bare)):
+                doubt = "a router loss is added to smoothed labels"
+            smoothed = LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
+            return Facts(setting, unobserved=smoothed)
         return Facts(setting, doubt=doubt, shift=self.shift)
 
     def _settle_shift(self, batches: Sequence[Any]) -> None:

@@ -50,8 +50,11 @@ def averaged(gradient: Gradient, parameters: Sequence[nn.Parameter], world_size:
         return list(gradient)
     found: list[Tensor | None] = []
     for each, parameter in zip(gradient, parameters, strict=True):
-        zero = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        mean = zero if each is None else each.detach().to(parameter.device, copy=True)
+        if each is None:
+            # Whole, where the parameter is in shards.
+            mean = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        else:
+            mean = each.detach().to(parameter.device, copy=True)
         dist.all_reduce(mean)
         found.append(mean / world_size)
     return found

@@ -23,7 +23,7 @@ from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.projection import Projected, added, hashed, named, parts_of
 from hf_accum_fix.verification.proof import Against, Proof, Side, hash_of, judge, limit_across
-from hf_accum_fix.verification.reference import NARROW, Reference, Scene
+from hf_accum_fix.verification.reference import MIXED, Reference, Scene
 from hf_accum_fix.verification.restore import restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw
 from hf_accum_fix.verification.sharded import AtTheStep, Reached
@@ -115,7 +115,7 @@ def _side(
 ) -> Side:
     args, precision = trainer.args, trainer.accelerator.mixed_precision
     dtypes = {getattr(torch, dtype) for _, dtype, _ in parameters.values()}
-    dtypes |= {NARROW[precision]} if precision in NARROW else set()
+    dtypes |= {MIXED[precision]} if precision in MIXED else set()
     size, steps, ranks = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
     words = [engine_of(trainer), f"{ranks} rank{'' if ranks == 1 else 's'}", f"{size} x {steps}", precision or "no"]
     return Side(

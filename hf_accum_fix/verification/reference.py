@@ -30,7 +30,7 @@ FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
 MODES = ("auto", "full", "streamed")
 #: accelerate's mixed precisions.
-NARROW: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+MIXED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 #: Errors up to this many times the reference's noise count as noise: a split runs other kernels than the full batch.
 FLOORS: Final = 8.0
@@ -170,7 +170,7 @@ class Scene:
     def rounding(self) -> float:
         """The same with matrix products."""
         eps = self.eps
-        autocast = NARROW.get(self.trainer.accelerator.mixed_precision)
+        autocast = MIXED.get(self.trainer.accelerator.mixed_precision)
         if autocast is not None:
             return max(eps, torch.finfo(autocast).eps)
         # TF32 has as many digits as float16.

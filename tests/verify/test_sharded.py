@@ -203,7 +203,7 @@ def changes(gradient: list[Tensor]) -> Iterator[tuple[bool, list[Tensor]]]:
 
 
 def test_errors_by_projections_are_those_of_the_whole_to_a_third() -> None:
-    """On 20 heads; one parameter alone is told worst."""
+    """On 20 heads; the estimate is worst where one parameter alone is off."""
     ratios: dict[bool, list[float]] = {True: [], False: []}
     for head in itertools.islice(HEADS.values(), 20):
         model = head.build().double()
