@@ -121,6 +121,7 @@ def toy(tmp_path: Path) -> Path:
         "class CallbackHandler:\n    def on_train_begin(self, args, state, control): return control\n"
         f"class TrainerState:\n{declared(STATE, 4)}{declared('transformers.trainer_callback')}"
     )
+    (package / "trainer_pt_utils.py").write_text(declared("transformers.trainer_pt_utils"))
     (package / "training_args.py").write_text(f"class TrainingArguments:\n{declared(ARGUMENTS, 4)}")
     methods = "".join(f"    def {seam.name}(self, {', '.join(seam.parameters)}): pass\n" for seam in seams_of(None))
     (package / "trainer.py").write_text(
