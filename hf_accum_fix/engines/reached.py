@@ -6,7 +6,8 @@
 
 Both are linear in the window, so that they are equal to rounding, whatever the loss is: a loss scale is in both. On a
 few parameters (`watched`), in the first window whose gradient is finite and not zero. The hooks are there from the
-beginning of a micro-batch to its end, and change nothing. A rank on which something failed joins the collectives.
+beginning of a micro-batch to its end, and change nothing. A rank on which something failed, or which has chosen other
+parameters, joins the collectives, which have one length everywhere.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from hf_accum_fix.accumulation.items import count_dtype
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.engines.difference import Difference, looks_like
 from hf_accum_fix.engines.engine import is_deepspeed, reduced_in
-from hf_accum_fix.engines.watched import ELEMENTS, Watched, choose, watch
+from hf_accum_fix.engines.watched import ELEMENTS, PARAMETERS, Watched, choose, watch
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 #: Windows in which it is tried, until one has a gradient that is finite and not zero (fp16 begins with overflows).
@@ -35,6 +38,9 @@ ATTEMPTS: Final = 8
 OTHER_GRADIENT: Final = "the optimizer gets another gradient than autograd delivered"
 _STEPS_INSIDE: Final = "an optimizer steps inside the backward"
 _FAILED: Final = "a micro-batch, or reading its gradient, failed on a rank"
+_OTHERS: Final = "parameters could not be chosen, or are others, on some ranks"
+#: Numbers of a parameter in the second collective.
+_NUMBERS: Final = 7
 
 
 class Ranks(Protocol):
@@ -52,10 +58,10 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one window, the same on every rank.
+    """Of one window, the same on every rank but for its words.
 
     Attributes:
-        words: "yes, ...", "no, ..." or "not checked: ...".
+        words: "yes, ...", "no, ..." or "not checked: ...", with this rank's own reason if it has one.
         error: of what the optimizer uses, relative, in the norm of all parameters; None: not checked, or not finite.
         wrong: it is more than rounding.
         final: no other window can say more.
@@ -82,7 +88,8 @@ class Reached:
         self._every, self._window, self._decided = every, 0, False
         self._watched: list[Watched] = []
         self._found: Verdict | None = None
-        self._complete = self._open = False
+        self._joins = self._complete = self._open = False
+        self._unchosen = ""
         self._micro_batches = 0
         self._model: Any = None
 
@@ -94,7 +101,7 @@ class Reached:
             # This rank left the first micro-batches out.
             for each in () if first else self._watched:
                 each.failed = True
-        if not self._watched:
+        if not self._joins:
             yield
             return
         self._micro_batches += 1
@@ -116,21 +123,18 @@ class Reached:
 
     def _begin(self, ranks: Ranks, model: nn.Module) -> None:
         self._window, self._watched, self._found, self._micro_batches = self._window + 1, [], None, 0
-        self._complete, self._open, self._model = False, True, model
-        due = not self._decided or (self._every and (self._window - 1) % self._every == 0)
-        if not due:
-            return
+        self._complete, self._open, self._model, self._unchosen = False, True, model, ""
+        due = not self._decided or (self._every > 0 and (self._window - 1) % self._every == 0)
         try:
-            if why := unsuitable(ranks):
+            if due and (why := unsuitable(ranks)):
                 self._found = Verdict(f"not checked: {why}")
-            else:
+            elif due:
                 self._watched = choose(ranks.accelerator, model)
-                if not self._watched:
-                    # FSDP2 makes its whole parameters in the first forward.
-                    nothing = f"not checked: no trainable parameter has at most {ELEMENTS} elements"
-                    self._found = Verdict(nothing, final=self._window > 1)
+                # FSDP2 makes its whole parameters in the first forward.
+                self._unchosen = "" if self._watched else f"no trainable parameter has at most {ELEMENTS} elements"
         except Exception as error:
-            self._found = Verdict(f"not checked: {type(error).__name__}: {error}")
+            self._unchosen = f"{type(error).__name__}: {error}"
+        self._joins = due and self._found is None
 
     def _before(self, engine: Any, ranks: Ranks) -> Callable[..., Any]:
         step = engine.step
@@ -150,10 +154,10 @@ class Reached:
         for each in () if self._complete else self._watched:
             # A rank that left out its last micro-batch joins all the same.
             each.failed = True
-        if self._found is None and self._watched:
+        if self._found is None and self._joins:
             self._found = self._judge(ranks, 1.0 if times is None else float(times))
         verdict, self._found, self._watched = self._found, None, []
-        self._complete, self._open, self._model = False, False, None
+        self._joins, self._complete, self._open, self._model = False, False, False, None
         if verdict is not None:
             self.verdict = self.verdict if self.verdict is not None and self.verdict.wrong else verdict
             self._decided = self._decided or verdict.final or self._window >= ATTEMPTS
@@ -162,7 +166,8 @@ class Reached:
     def _judge(self, ranks: Ranks, times: float) -> Verdict:
         try:
             narrow = reduced_in(ranks.accelerator, self._model) if ranks.data_ranks > 1 else []
-            return judge(ranks, self._watched, times, self._micro_batches, narrow)
+            found = judge(ranks, self._watched, times, self._micro_batches, narrow)
+            return replace(found, words=f"not checked: {self._unchosen}") if self._unchosen else found
         except Exception as error:
             return Verdict(f"not checked: {type(error).__name__}: {error}")
 
@@ -205,12 +210,18 @@ def judge(ranks: Ranks, watched: Sequence[Watched], times: float, steps: int, na
     delivered = [zeros(each.numel) if each.total is None else each.total.to(ranks.device) for each in watched]
     sizes = [zeros(()) if each.size is None else each.size.to(ranks.device) for each in watched]
     if ranks.data_ranks > 1:
+        chosen = float(crc32(repr([(each.name, each.numel) for each in watched]).encode()) & 0xFFFF)
+        head = zeros(2).new_tensor([chosen, chosen**2])
+        sent = torch.cat([head, *map(torch.atleast_1d, [*delivered, *sizes])])
+        summed = ranks.summed(pad(sent, (0, 2 + ELEMENTS + PARAMETERS - len(sent))))
+        if summed[0] ** 2 != summed[1] * ranks.world_size:
+            return Verdict(f"not checked: {_OTHERS}", final=False)
         # Of sequence-parallel ranks an engine may not take the mean.
-        divisor = ranks.data_ranks * (ranks.over_ranks or 1.0)
-        mean = ranks.summed(torch.cat([*delivered, torch.stack(sizes)])) / divisor
+        mean = summed[2 : len(sent)] / (ranks.data_ranks * (ranks.over_ranks or 1.0))
         both = torch.split(mean, [*(each.numel for each in watched), *[1] * len(watched)])
         delivered, sizes = [*both[: len(watched)]], [each[0] for each in both[len(watched) :]]
-    rows = []
+    # This rank's failure to choose.
+    rows = [zeros(_NUMBERS) + (not watched)]
     for each, whole, size in zip(watched, delivered, sizes, strict=True):
         expected, gradient = (whole * times)[each.own or slice(None)], each.read()
         used = torch.zeros_like(expected) if gradient is None else gradient.reshape(-1).to(expected)
@@ -219,12 +230,12 @@ def judge(ranks: Ranks, watched: Sequence[Watched], times: float, steps: int, na
         epsilon = max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
         products = (used - expected).square().sum(), (used * expected).sum(), expected.square().sum()
         rows.append(torch.stack([*products, size * abs(times), *map(zeros(()).add, (epsilon, inside, each.failed))]))
-    summed = ranks.summed(torch.stack(rows)).tolist()
+    table = ranks.summed(pad(torch.stack(rows), (0, 0, 0, 1 + PARAMETERS - len(rows)))).tolist()
     reduced = max(map(_epsilon, narrow), default=0.0)
     differences, norms, errors = list[Difference](), 0.0, 0.0
-    if any(failed for *_, failed in summed):
+    if any(failed for *_, failed in table):
         return Verdict(f"not checked: {_FAILED}", final=False)
-    for each, (error, dot, norm, size, epsilon, inside, _) in zip(watched, summed, strict=True):
+    for each, (error, dot, norm, size, epsilon, inside, _) in zip(watched, table[1:], strict=False):
         if not math.isfinite(norm):
             return Verdict("not checked: the gradient is not finite", final=False)
         if inside and norm:

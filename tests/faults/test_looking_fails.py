@@ -17,7 +17,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+import hf_accum_fix
 from hf_accum_fix.accumulation import observe
+from hf_accum_fix.engines import reached
 from tests.losses.cases import several
 from tests.losses.models import texts
 from tests.losses.seen import Mean, Seen, Texts, full, tokens
@@ -155,6 +157,27 @@ def faults_of_ranks(output: str) -> list[str]:
     every: list[Any] = [None, None]
     dist.all_gather_object(every, wrong)
     return [each for its in every for each in its]
+
+
+def test_a_check_of_the_engine_that_fails_on_one_rank_holds_up_no_other(tmp_path: Path) -> None:
+    for rows in on_ranks(checked, str(tmp_path), timeout=120, patience=30):
+        right, *failing = [words for _, words in rows]
+        assert max(error for error, _ in rows) <= 1e-12
+        assert right.startswith("yes, to ") and all(each.startswith("not checked: ") for each in failing), rows
+
+
+def checked(output: str) -> list[tuple[float, str]]:
+    """A right training, and some whose second rank chooses other parameters to look at, or none, or raises."""
+    pass_over_imports()
+    choose, rows = reached.choose, []
+    choices: list[Any] = [choose, lambda *given: choose(*given)[1:], lambda *_: [], fails]
+    for each in choices:
+        reached.choose = each if dist.get_rank() == 1 else choose
+        with applied("apply"):
+            ours = train(EVEN_OF_TWO, CUT, Path(output))
+            rows.append((max(ours.errors), hf_accum_fix.report().to_dict()["runs"][-1]["reached_optimizer"]))
+    reached.choose = choose
+    return rows
 
 
 def test_a_rank_that_ran_out_of_memory_stops_the_other(tmp_path: Path) -> None:
