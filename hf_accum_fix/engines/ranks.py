@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from datetime import timedelta
+from itertools import count
+from typing import Any, Final, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object as gather_object
 from torch import Tensor
 
@@ -22,6 +25,9 @@ Value = TypeVar("Value")
 #: The attribute of an error that the other ranks were told of.
 _TOLD = "_hf_accum_fix_told"
 Gather = Callable[[list[Any]], list[Any]]
+#: How long a rank that failed waits to hear that the others did; below the ten minutes in which NCCL gives up.
+PATIENCE: Final = timedelta(minutes=5)
+_failures = count()
 
 
 def all_gather_or_raise(
@@ -57,6 +63,25 @@ def all_gather_or_raise(
 def is_told(error: Exception) -> bool:
     """Whether the other ranks stop because of this error, so that this one must not go on alone."""
     return _TOLD in vars(error)
+
+
+def fails_everywhere(rank: int, world_size: int) -> bool:
+    """Whether every rank comes here, with an error of its own; False: others wait in a collective for this one.
+
+    Not by a collective, which could meet the one that they wait in.
+    """
+    if world_size == 1:
+        return True
+    store = dist.distributed_c10d._get_default_store()
+    number = next(_failures)
+    keys = [f"hf_accum_fix/failed/{number}/{each}" for each in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, PATIENCE)
+    except RuntimeError:
+        logger.error("rank %d failed alone; the others wait for it", rank)
+        return False
+    return True
 
 
 def by_rank(messages: Sequence[object]) -> str:

@@ -11,6 +11,7 @@ import transformers
 from accelerate.utils import gather_object
 
 from hf_accum_fix.engines.engine import is_sharded
+from hf_accum_fix.engines.ranks import fails_everywhere
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention
@@ -39,23 +40,26 @@ def compare(
     try:
         with in_mode(mode, trainer, options), plugins_copied(trainer, split.per_device, split.steps):
             run = dry_run(trainer, split, step)
-    except AccumFixError as error:
-        words = str(error)
-    except TypeError as error:  # The loss requires num_items_in_batch, which this mode does not pass.
-        words = f"{mode} cannot run this micro-batch: {error}"
     except Exception as error:
-        # An engine may raise anything; the user's own loop should not.
-        known = (
-            isinstance(error, (RuntimeError, ValueError))
-            and split.per_device != trainer.args.per_device_train_batch_size
-        )
-        if not (known or out_of_memory(error) or is_sharded(trainer.accelerator)):
+        own = split.per_device == trainer.args.per_device_train_batch_size
+        words = _obstacle(error, mode, own=own, sharded=is_sharded(trainer.accelerator))
+        if not (words and fails_everywhere(trainer.args.process_index, trainer.args.world_size)):
             raise
-        words = f"{CANNOT}: {error}"
     else:
         return _judged(blank, split, reference, run)
     take(split.scene.parameters)
     return replace(blank, verdict=could_not_tell(words))
+
+
+def _obstacle(error: Exception, mode: str, *, own: bool, sharded: bool) -> str:
+    """Why a split of the trainer's own micro-batches, or of others, was not run; empty: the error is the user's."""
+    if isinstance(error, AccumFixError):
+        return str(error)
+    if isinstance(error, TypeError):  # The loss requires num_items_in_batch, which this mode does not pass.
+        return f"{mode} cannot run this micro-batch: {error}"
+    # An engine may raise anything; the user's own loop should not.
+    known = isinstance(error, (RuntimeError, ValueError)) and not own
+    return f"{CANNOT}: {error}" if known or sharded or out_of_memory(error) else ""
 
 
 def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun) -> SplitResult:

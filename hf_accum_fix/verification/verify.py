@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.engines.engine import is_sharded
+from hf_accum_fix.engines.ranks import fails_everywhere
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.session import settled_contract
@@ -107,7 +108,8 @@ def verify(
         raise
     except (AccumFixError, RuntimeError) as error:
         no_memory = is_sharded(trainer.accelerator) and out_of_memory(error)
-        if not (isinstance(error, AccumFixError) or no_memory):
+        known = isinstance(error, AccumFixError) or no_memory
+        if not (known and fails_everywhere(trainer.args.process_index, trainer.args.world_size)):
             raise
         words = f"{error}{PROOF}" if no_memory else str(error)
         return replace(blank, verdict=could_not_tell(words), world_size=trainer.args.world_size)

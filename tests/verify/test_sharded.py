@@ -10,19 +10,24 @@ import os
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import hf_accum_fix
+from hf_accum_fix.engines import ranks
 from hf_accum_fix.verification.gradients import Gradient, distance, dots
 from hf_accum_fix.verification.projection import ROWS, named, projections_of
+from hf_accum_fix.verification.sharded import PROOF
 from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, TENSOR_PARALLEL, Backend
 from tests.backends.trajectory import gathered
 from tests.numerics.heads import HEADS, before
@@ -186,6 +191,35 @@ def test_what_cannot_be_told_is_said() -> None:
     (nameless, failing), _ = on_ranks(unanswered)
     assert nameless.startswith("could not tell: got FSDP1 with use_orig_params=False"), nameless
     assert failing == "could not tell: this micro-batch cannot be run: 'of the engine'"
+
+
+def out_of_memory(*alone: int) -> str:
+    """What becomes of a verification that runs out of memory, on these ranks alone or, if none are given, on all."""
+    trainer, store = of("fsdp2"), dist.distributed_c10d._get_default_store()
+    ranks.PATIENCE = timedelta(seconds=3)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    # The package has a function of that name.
+    import_module("hf_accum_fix.verification.verify")._verified = fails  # type: ignore[attr-defined]
+    if alone and dist.get_rank() not in alone:
+        store.wait(["failed"])
+        return ""
+    try:
+        return hf_accum_fix.verify(trainer, SPLITS).verdict.words
+    except RuntimeError as error:
+        return f"raised {error}"
+    finally:
+        store.set("failed", "")
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_an_answer_on_all_ranks_and_an_error_on_one() -> None:
+    """Which the others wait for, in a collective."""
+    one, other = on_ranks(out_of_memory)
+    assert one == other == f"could not tell: DefaultCPUAllocator: can't allocate memory{PROOF}"
+    assert on_ranks(out_of_memory, 1) == ["", "raised DefaultCPUAllocator: can't allocate memory"]
 
 
 # --- how sure it is ---------------------------------------------------------------------------------------------------
