@@ -24,7 +24,7 @@ ENGINES = (
     *("fsdp2-launched", "fsdp2-bf16", "tensor-parallel", "tensor-parallel-counted-apart"),
     *("deepspeed-zero-0", "deepspeed-zero-2", "deepspeed-zero-3", "deepspeed-zero-2-not-told", "deepspeed-zero-3-bf16"),
 )
-BOTH_HEADS = ("ddp", "fsdp1-launched", "fsdp2-launched", "tensor-parallel-counted-apart", "deepspeed-zero-2")
+BOTH_HEADS = ("ddp", "tensor-parallel-counted-apart", "deepspeed-zero-2")
 #: Streams end in a short window that stock never steps; it is filled up with blanks that no engine sees.
 STREAMED = ("ddp", "fsdp2-launched", "deepspeed-zero-0", "deepspeed-zero-1", "deepspeed-zero-2", "deepspeed-zero-3")
 

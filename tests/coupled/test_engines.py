@@ -27,7 +27,7 @@ ROWS = [
     *("ddp", "fsdp1-argument", "fsdp2-argument", "fsdp2-argument-offloaded"),
     *(f"deepspeed-zero-{stage}" for stage in range(4)),
 ]
-SHOWN = ("ddp", "fsdp1-argument", "fsdp2-argument", "deepspeed-zero-2", "deepspeed-zero-3")
+SHOWN = ("ddp", "fsdp2-argument", "deepspeed-zero-3")
 
 
 def marks_of(row: str) -> list[pytest.MarkDecorator]:

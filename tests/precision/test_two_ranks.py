@@ -43,7 +43,7 @@ from tests.precision.gradients import (
     samples,
 )
 from tests.precision.test_gradients import NOISE
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, selected
 
 PAGE = ROOT / "hf_accum_fix" / "accumulation" / "README.md"
 MODES = ("parameter", "float32", "compensated")
@@ -292,19 +292,34 @@ REDUCED_IN = {
 }
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, Any]:
-    return on_ranks(rows_of, (1, 32), [case for case in CASES if case not in LONG], timeout=560)[0]
+#: As many micro-batches as no other takes.
+FINE = (*LONG, BY_TRAINER)
+#: What an option adds to an engine that another case has.
+ADDED = (
+    *("ddp-every-micro-batch", "ddp-unused-bucket-view", "ddp-checkpointing", "fsdp2-every-micro-batch"),
+    *("fsdp1-mixed", "fsdp1-reduces-float32", "fsdp2-frozen"),
+)
 
 
 @pytest.fixture(scope="module")
-def fine() -> dict[str, Any]:
-    return on_ranks(rows_of, (1, 512), [*LONG, BY_TRAINER], timeout=560)[0]
+def rows(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return on_ranks(rows_of, (1, 32), [case for case in selected(request) if case not in FINE], timeout=560)[0]
+
+
+@pytest.fixture(scope="module")
+def fine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return on_ranks(rows_of, (1, 512), [case for case in selected(request) if case in FINE], timeout=560)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [*ROUNDED, "fsdp2-reduces-float32"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.thorough if case in ADDED else ())
+        for case in (*ROUNDED, "fsdp2-reduces-float32")
+    ],
+)
 def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[str, Any]) -> None:
     row = rows[case]
     assert "raised" not in row, row
@@ -319,7 +334,7 @@ def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [*LONG, BY_TRAINER])
+@pytest.mark.parametrize("case", FINE)
 def test_so_is_that_of_1024_micro_batches(case: str, fine: dict[str, Any]) -> None:
     row = fine[case]
     assert "raised" not in row, row

@@ -39,7 +39,7 @@ FAULTS = {
 
 
 #: In every CI.
-SHOWN = ("data", "replica", "lag")
+SHOWN = ("data", "replica")
 
 
 @pytest.mark.slow

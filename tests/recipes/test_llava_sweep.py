@@ -350,7 +350,7 @@ def test_four_processes_see_the_same_batch(launched: tuple[str, ...], tmp_path: 
     "more",
     [
         ["--lora"],
-        ["--stage", "pretrain"],
+        pytest.param(["--stage", "pretrain"], marks=pytest.mark.thorough),
         pytest.param(["--dtype", "float64"], marks=pytest.mark.thorough),
         ["--dtype", "bfloat16"],
         ["--model", "{done}/initial_model", "--data", "{done}/digits/conversations.json", "--images", "{done}/digits"],

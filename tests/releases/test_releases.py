@@ -55,7 +55,7 @@ def test_data_and_hand_written_loops(release: str) -> None:
     run_tests_in(release, *tests)
 
 
-@pytest.mark.parametrize("release", ("4.41.0", "5.4.0"))
+@pytest.mark.parametrize("release", ("4.41.0", pytest.param("5.4.0", marks=pytest.mark.thorough)))
 def test_trainers_of_other_libraries(release: str) -> None:
     """What is special about each, half a minute of processor time."""
     run_tests_in(release, "-m", "not thorough and not slow", "tests/clients/test_shapes.py")

@@ -51,7 +51,7 @@ Trainer(BertForSequenceClassification(config), args, train_dataset=rows).train()
     [
         # Heads of its two ranks are no part of 4.41.0.
         (OLDEST, ["tests/accumulation", "tests/loop/test_windows.py"]),
-        (OLD, ["tests/loop"]),
+        pytest.param(OLD, ["tests/loop"], marks=pytest.mark.thorough),
         (NEWEST, ["tests/accumulation", "tests/loop"]),
     ],
     ids=["oldest", "old", "newest"],
@@ -60,7 +60,7 @@ def test_the_core_and_the_loops(stack: str, tests: list[str]) -> None:
     run_tests_in(stack, "-m", "not thorough and not slow", *tests, *([] if stack == NEWEST else OF_THE_NEWEST))
 
 
-@pytest.mark.parametrize("stack", [OLD, NEWEST], ids=["old", "newest"])
+@pytest.mark.parametrize("stack", [pytest.param(OLD, marks=pytest.mark.thorough), NEWEST], ids=["old", "newest"])
 def test_loops_without_accelerate_and_on_two_ranks(stack: str) -> None:
     """What is slow of the loops, but heads that stand for their class alone."""
     run_tests_in(stack, "-k", "plain or two_ranks", "tests/loop", *([] if stack == NEWEST else OF_THE_NEWEST))
@@ -78,9 +78,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "stack",
     [
-        pytest.param(OLDEST, id="oldest"),
-        *[pytest.param(each, marks=pytest.mark.thorough, id=id) for each, id in ((OLD, "old"), (BETWEEN, "between"))],
         pytest.param(NEWEST, id="newest"),
+        *[
+            pytest.param(each, marks=pytest.mark.thorough, id=id)
+            for each, id in ((OLDEST, "oldest"), (OLD, "old"), (BETWEEN, "between"))
+        ],
     ],
 )
 def test_the_wheel_leaves_torch_alone_and_answers(

@@ -364,8 +364,11 @@ def _against(saved: Path, *words: str, ranks: int = 2) -> tuple[int, dict[str, A
 _ENGINES = [
     *[pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "tp")],
     *[pytest.param(each, marks=[pytest.mark.slow, pytest.mark.thorough]) for each in ("", "fsdp1")],
-    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero2", "zero3", "sp2")],
-    *[pytest.param(each, marks=[pytest.mark.deepspeed, pytest.mark.thorough]) for each in ("zero0", "zero1", "sp3")],
+    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero3", "sp2")],
+    *[
+        pytest.param(each, marks=[pytest.mark.deepspeed, pytest.mark.thorough])
+        for each in ("zero0", "zero1", "zero2", "sp3")
+    ],
 ]
 
 
