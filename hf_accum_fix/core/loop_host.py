@@ -64,6 +64,7 @@ class LoopHost(Host):
         if not self.context_parallel:
             yield
             return
+        self.compare_samples(batches)
         prepare = cut_by_trainer(self.accelerator)
         for each in batches:
             cut_whole(prepare, nn.Identity(), each)

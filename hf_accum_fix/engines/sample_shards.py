@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Final
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_accum_fix.engines.engine import is_deepspeed
@@ -132,6 +134,21 @@ def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable
     cut = {"buffers": [unread], "buffer_seq_dims": [1], "no_restore_buffers": {unread}}
     # Its own may be replaced, for a loop that would cut again.
     return partial(type(accelerator).maybe_context_parallel, accelerator, **cut)
+
+
+def have_other_samples(accelerator: Any, batches: Sequence[Any], gather: Callable[[list[Any]], list[Any]]) -> bool:
+    """Whether ranks that share a sample were given different ones: a collective.
+
+    ``batches``: not cut yet; ``gather``: concatenates the lists of all ranks.
+    """
+    together = dist.get_process_group_ranks(accelerator.torch_device_mesh["cp"].get_group())
+    seen = 0
+    for each in batches:
+        for value in each.values() if isinstance(each, Mapping) else ():
+            if isinstance(value, Tensor):
+                seen = crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, seen)
+    found = gather([(together, seen)])
+    return len({(tuple(ranks), each) for ranks, each in found}) > len({tuple(ranks) for ranks, _ in found})
 
 
 def complete_shard(batch: Any) -> None:

@@ -111,17 +111,20 @@ def log_padding_saved(trainer: TrainerLike) -> None:
 
 
 def _not_dispatching(session: Session) -> AbstractContextManager[None]:
-    """Turn off dispatching for a stream on one rank while its loader is made, as a dispatched one cannot be balanced.
+    """Turn off dispatching for a stream while its loader is made, where the user left it to the Trainer.
 
-    On several ranks the user has to decide whether every rank may read the stream.
+    A dispatched one cannot be balanced; on several ranks the user has to decide whether every rank may read the stream.
+    Ranks that hold parts of a sample would each get another sample (``DataLoaderDispatcher`` of accelerate 1.15.0).
     """
     trainer = session.trainer
     holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
-    is_stream = isinstance(trainer.train_dataset, IterableDataset) and session.world_size == 1
-    if not (session.options.balance_windows and is_stream and holder.dispatch_batches is None):
+    balances = bool(session.options.balance_windows) and session.world_size == 1
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    if not (is_stream and holder.dispatch_batches is None and (balances or session.context_parallel)):
         return nullcontext()
+    what = "balance_windows" if balances else "context parallelism"
     session.warn_once(
-        "dispatching", "balance_windows: dispatch_batches, the Trainer's default for a stream, is off in this training"
+        "dispatching", f"{what}: dispatch_batches, the Trainer's default for a stream, is off in this training"
     )
     return overridden(holder, "dispatch_batches", False)
 

@@ -170,6 +170,8 @@ class Session(Host):
     def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window | None:
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
+        if self.context_parallel:
+            self.compare_samples(batches)
         for each in batches if self.context_parallel else ():
             cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
         self.complete_shards(batches)

@@ -6,17 +6,20 @@ Its attention needs a GPU; another one takes its place (`tests.backends.sequence
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_accum_fix.engines.sample_shards import check_attention
 from hf_accum_fix.errors import UnsupportedSetupError
 from tests.backends import sequence_parallel as cut
+from tests.logged import logged
 from tests.numerics.parity import StockRecorder
 from tests.ranks import on_ranks
 from tests.releases.test_releases import run_in
@@ -37,6 +40,57 @@ def test_a_step_that_copies_its_samples_does_not_cut_them_again() -> None:
     ours, stock = (on_ranks(copied, path)[0] for path in ("apply", "stock"))
     assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
     assert stock.error > 0.1, stock
+
+
+class Streamed(IterableDataset[Any]):
+    """Samples that have no length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+    def __getitem__(self, of_window: slice) -> list[Any]:
+        return self.rows[of_window]
+
+
+_whole = cut.samples
+
+
+def streamed(path: str, dispatches: bool | None) -> tuple[cut.Cut, list[str]]:
+    """With the warnings."""
+    arguments = {"accelerator_config": {"dispatch_batches": dispatches}}
+    with mock.patch.object(cut, "samples", lambda *given: Streamed(_whole(*given))), logged() as said:
+        return cut.under_context(cut.CUT, (1, 2), path, arguments=arguments), said
+
+
+@pytest.mark.slow
+def test_a_stream_gives_ranks_that_share_a_sample_the_same() -> None:
+    """accelerate's dispatcher, stock's default for a stream, gives each of them another, whose parts are mixed."""
+    (stock, _), (ours, said), (dispatched, warned) = (
+        on_ranks(streamed, *given)[0] for given in (("stock", None), ("apply", None), ("apply", True))
+    )
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
+    assert any("dispatch_batches, the Trainer's default for a stream, is off" in each for each in said), said
+    assert stock.error > 0.1 and dispatched.error > 0.1 and not dispatched.report["exact"], (stock, dispatched)
+    assert any("got different samples on ranks that share one" in each for each in warned), warned
+
+
+def streamed_loop() -> tuple[cut.Cut, list[str]]:
+    # Each rank gets half of them.
+    with (
+        mock.patch.object(cut, "samples", lambda targets, count: Streamed(_whole(targets, 2 * count))),
+        logged() as said,
+    ):
+        return cut.loop_under_context(cut.CUT, (1, 2), False), said
+
+
+@pytest.mark.slow
+def test_a_loop_whose_ranks_get_other_samples_is_told() -> None:
+    """Its loader was made before."""
+    found, said = on_ranks(streamed_loop)[0]
+    assert found.error > 0.1 and any("got different samples on ranks that share one" in each for each in said)
 
 
 @pytest.mark.slow
