@@ -138,7 +138,7 @@ class Host(ABC):
                 "other samples",
                 f"{self.name}: got different samples on ranks that share one; expected the same, or parts of several "
                 "are mixed; set dispatch_batches=False (accelerator_config of the Trainer, DataLoaderConfiguration of "
-                "accelerate), and give these ranks the same data",
+                "accelerate), and give these ranks the same data and seed",
             )
 
     def complete_shards(self, batches: Sequence[Any]) -> None:
