@@ -282,7 +282,8 @@ class AccumulationWindows:
         host.trained = None
         if self.world_size > 1:
             # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.
-            host.open([])
+            with host.cut([]):
+                host.open([])
 
 
 @partial(shows_options, of_loops=True)

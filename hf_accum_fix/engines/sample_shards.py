@@ -141,14 +141,23 @@ def have_other_samples(accelerator: Any, batches: Sequence[Any], gather: Callabl
 
     ``batches``: not cut yet; ``gather``: concatenates the lists of all ranks.
     """
-    together = dist.get_process_group_ranks(accelerator.torch_device_mesh["cp"].get_group())
-    seen = 0
+    together = tuple(dist.get_process_group_ranks(accelerator.torch_device_mesh["cp"].get_group()))
+    try:
+        seen = _hash_of(batches)
+    except (RuntimeError, TypeError, ValueError):
+        # What has no bytes is not compared; the other ranks are waiting.
+        seen = 0
+    found = {*gather([(together, seen)])}
+    return len(found) > len({ranks for ranks, _ in found})
+
+
+def _hash_of(batches: Sequence[Any]) -> int:
+    found = 0
     for each in batches:
         for value in each.values() if isinstance(each, Mapping) else ():
             if isinstance(value, Tensor):
-                seen = crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, seen)
-    found = gather([(together, seen)])
-    return len({(tuple(ranks), each) for ranks, each in found}) > len({tuple(ranks) for ranks, _ in found})
+                found = crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, found)
+    return found
 
 
 def complete_shard(batch: Any) -> None:
