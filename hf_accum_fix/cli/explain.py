@@ -16,7 +16,11 @@ EPILOG: Final = "exit code: 0, or 2 for an unknown name."
 
 Row: TypeAlias = Defect | EngineDefect | Limit
 
-_EVIDENCE: Final = {"run": "measured on the released wheel", "read": "read in the source, not run"}
+_EVIDENCE: Final = {
+    "run": "measured on the released wheel",
+    "newest": "measured on the newest release; older ones were read",
+    "read": "read in the source, not run",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -61,7 +61,8 @@ class Defect:
         seam: the Trainer method at which it is fixed.
         source: its report, else the line in a release.
         remove_when: when the row can be deleted; with ``until``: once no older release is supported.
-        evidence: "run": measured on the released wheel; "read": found in the source.
+        evidence: "run": measured at both ends of its range; "newest": in the newest release, and ``since`` was found in
+            the source; "read": found in the source.
         factors: wrong gradient over right gradient, one of several; empty: no single factor.
         where: the affected runs or windows, in words; empty: all.
         not_fixed: what to do instead, if this package does not fix it; empty: it does.
@@ -77,7 +78,7 @@ class Defect:
     seam: str
     source: tuple[str, ...]
     remove_when: str = ""
-    evidence: Literal["run", "read"] = "run"
+    evidence: Literal["run", "newest", "read"] = "run"
     factors: tuple[Factor, ...] = ()
     where: str = ""
     not_fixed: str = ""
