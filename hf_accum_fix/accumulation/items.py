@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from torch import Tensor
 
 from hf_accum_fix.errors import ContractError
 
+#: Of a micro-batch whose samples lie on several ranks: the sample of each of its positions, and the targets of every
+#: sample on all of them.
+WHOLE: Final = "hf_accum_fix: whole samples"
 #: Inputs whose leading dimension is the number of samples, most reliable first.
 _SAMPLE_KEYS = ("labels", "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 
@@ -147,7 +150,10 @@ class Items:
             return torch.full((), number, dtype=count_dtype(device), device=device)
         else:
             found = self.targets(inputs)
-            if self.per_sample:
+            if self.per_sample and WHOLE in inputs:
+                # The parts of a sample are 1 together.
+                found = self.sample_weights(inputs)
+            elif self.per_sample:
                 found = self._by_sample(inputs, found)[1] > 0
             return found.sum(dtype=count_dtype(device or found.device)).to(device)
         device = device or torch.device("cpu")
@@ -161,6 +167,9 @@ class Items:
 
     def _by_sample(self, inputs: Mapping[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
         """The sample of each position, shaped like ``targets``, and the targets of every sample, 1-dim."""
+        if WHOLE in inputs:
+            samples, counts = inputs[WHOLE]
+            return samples, counts
         most = targets[:1].numel() + 1
         starts = torch.arange(0, len(targets) * most, most, device=targets.device)
         samples = starts.view(-1, *[1] * (targets.ndim - 1)).expand_as(targets)

@@ -17,15 +17,22 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
-from hf_accum_fix.accumulation.items import count_dtype
+from hf_accum_fix.accumulation.items import WHOLE, ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
 from hf_accum_fix.engines.reached import Reached
-from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, have_other_samples, is_cut, measured_divisor
-from hf_accum_fix.errors import BY_DESIGN
+from hf_accum_fix.engines.sample_shards import (
+    SHIFTED,
+    complete_shard,
+    have_other_samples,
+    is_cut,
+    measured_divisor,
+    whole_samples,
+)
+from hf_accum_fix.errors import BY_DESIGN, ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -122,6 +129,7 @@ class Host(ABC):
         self.repeated: dict[str, Any] = {}
         self.warned: set[str] = set()
         self.passes_number = False
+        self._whole: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def cuts_samples(self) -> bool:
@@ -151,6 +159,34 @@ class Host(ABC):
             measured = partial(measured_divisor, self.accelerator, self.data_ranks)
             divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
             self.over_ranks = divisor / self.data_ranks
+
+    def share_samples(self, batches: Sequence[Any]) -> None:
+        """Before a window of cut samples is counted by sample: learn what other ranks hold of them, by a collective."""
+        if self.weighs_cut_samples:
+            assert self.contract is not None and self.contract.items is not None
+            every = whole_samples(self.contract.items, batches, self.accelerator)
+            self._whole = dict(zip(map(id, batches), every, strict=True))
+
+    @property
+    def weighs_cut_samples(self) -> bool:
+        """Whether items are samples of which other ranks hold parts."""
+        items = None if self.contract is None else self.contract.items
+        return items is not None and items.per_sample and self.cuts_samples
+
+    def with_whole(self, batch: Any, inputs: Any) -> Any:
+        """The inputs of a micro-batch, with what its count and its loss need of its samples on other ranks.
+
+        Raises:
+            ContractError: if it is not of the open window.
+        """
+        if not self.weighs_cut_samples or isinstance(inputs, ZeroWeightBatch):
+            return inputs
+        if id(batch) not in self._whole:
+            raise ContractError(
+                "per_sample: got a copy of a micro-batch whose samples are cut over ranks; expected itself; hand on "
+                "what was fetched"
+            )
+        return {**inputs, WHOLE: self._whole[id(batch)]}
 
     def check_shift(self) -> None:
         """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.items import Items, count_dtype
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
@@ -60,7 +61,6 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
         return
     asked = {
         "compute_loss_func": func,
-        "per_sample": options.per_sample,
         "coupled_loss": options.coupled_loss != "micro-batch",
         "balance_windows": bool(options.balance_windows),
         "drop_duplicates": options.drop_duplicates,
@@ -141,7 +141,7 @@ def have_other_samples(accelerator: Any, batches: Sequence[Any], gather: Callabl
 
     ``batches``: not cut yet; ``gather``: concatenates the lists of all ranks.
     """
-    together = tuple(dist.get_process_group_ranks(accelerator.torch_device_mesh["cp"].get_group()))
+    together = tuple(dist.get_process_group_ranks(_sharing(accelerator)))
     try:
         seen = _hash_of(batches)
     except (RuntimeError, TypeError, ValueError):
@@ -158,6 +158,39 @@ def _hash_of(batches: Sequence[Any]) -> int:
             if isinstance(value, Tensor):
                 found = crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, found)
     return found
+
+
+def whole_samples(rule: Items, batches: Sequence[Any], accelerator: Any) -> list[tuple[Tensor, Tensor]]:
+    """The sample of each position of cut micro-batches, and the targets of every sample on all ranks that share it.
+
+    One collective among these ranks, of a byte a position. In a packed row a sample begins where ``position_ids`` are
+    0, under Ulysses: context parallelism attends to whole rows, and deals their pieces in another order.
+    """
+    group, marks = _sharing(accelerator), list[Tensor]()
+    for batch in batches:
+        targets, positions = rule.targets(batch), batch.get("position_ids")
+        packs = axis_size(accelerator, "sp") > 1 and isinstance(positions, Tensor) and positions.shape == targets.shape
+        marks.append(targets + 2 * (positions == 0) if packs else targets.long())
+    sent = torch.cat([each.flatten().byte() for each in marks])
+    every = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, sent, group=group)
+    pieces = [torch.split(each, [mark.numel() for mark in marks]) for each in every]
+    found = []
+    for mark, of_ranks in zip(marks, zip(*pieces, strict=True), strict=True):
+        whole = torch.cat([each.view_as(mark) for each in of_ranks], dim=1).long()
+        most, own, place = whole.shape[1] + 1, mark.shape[1], dist.get_rank(group)
+        samples = torch.arange(len(whole), device=whole.device).unsqueeze(1) * most + (whole // 2).cumsum(dim=1)
+        counts = torch.zeros(len(whole) * most, dtype=count_dtype(whole.device), device=whole.device)
+        counts.scatter_add_(0, samples.flatten(), (whole % 2).flatten().to(counts.dtype))
+        found.append((samples[:, place * own : (place + 1) * own], counts))
+    return found
+
+
+def _sharing(accelerator: Any) -> Any:
+    """The group of ranks that share this one's samples."""
+    if axis_size(accelerator, "sp") > 1:
+        return import_module("deepspeed.utils.groups")._get_sequence_parallel_group()
+    return accelerator.torch_device_mesh["cp"].get_group()
 
 
 def complete_shard(batch: Any) -> None:

@@ -110,7 +110,11 @@ def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: i
 
 
 def plain_sgd(
-    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], max_norm: float, smoothing: float = 0.0
+    model: nn.Module,
+    windows: Sequence[Sequence[dict[str, Tensor]]],
+    max_norm: float,
+    smoothing: float = 0.0,
+    per_sample: bool = False,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Change of the parameters, losses and norms of SGD over global batches, in float64."""
     exact = copy.deepcopy(model).double()
@@ -120,6 +124,11 @@ def plain_sgd(
         logits = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
         logits, labels = logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        if per_sample:
+            each = nn.functional.cross_entropy(logits, labels, reduction="none")
+            begun = (batch["position_ids"] == 0).cumsum(dim=1) + 100 * torch.arange(len(rows)).unsqueeze(1)
+            of_samples = [(begun[:, 1:].flatten() == one) & (labels != -100) for one in begun.unique()]
+            loss = torch.stack([each[its].mean() for its in of_samples if its.any()]).mean()
         exact.zero_grad()
         loss.backward()
         losses.append(float(loss.detach()))
@@ -191,14 +200,17 @@ def under_ulysses(
             unset_hf_deepspeed_config()
 
 
-def loop_under_ulysses(stage: int, ranks: int, split: tuple[int, int], *, stock: bool = False) -> Cut:
+def loop_under_ulysses(
+    stage: int, ranks: int, split: tuple[int, int], per_sample: bool = False, *, stock: bool = False
+) -> Cut:
     """Two windows of a loop of one's own, its accelerator as a user makes it."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, GradientState
 
     (b, steps), model = split, llama()
     rows = samples(RAGGED, 2 * ranks // CUT * b * steps)
-    change, losses, _ = plain_sgd(model, [of_window(rows, ranks, split, at, True) for at in range(2)], UNCLIPPED)
+    windows = [of_window(rows, ranks, split, at, True) for at in range(2)]
+    change, losses, _ = plain_sgd(model, windows, UNCLIPPED, per_sample=per_sample)
     start, logged = trainable(model), []
     unset_hf_deepspeed_config()
     with variables(LAUNCHED_DEEPSPEED), registered():
@@ -220,7 +232,7 @@ def loop_under_ulysses(stage: int, ranks: int, split: tuple[int, int], *, stock:
                     optimizer.step()
                     optimizer.zero_grad()
         else:
-            for window in accumulation_windows(loader, live):
+            for window in accumulation_windows(loader, live, per_sample=per_sample):
                 for batch in window:
                     with window.micro_batch(engine):
                         live.backward(window.loss(engine, batch))
@@ -233,14 +245,15 @@ def loop_under_ulysses(stage: int, ranks: int, split: tuple[int, int], *, stock:
     return Cut(relative(found, change), 0.0, 0.0 if stock else furthest(logged, losses), None, {})
 
 
-def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool) -> Cut:
+def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool, per_sample: bool = False) -> Cut:
     """Two windows of a loop of one's own under context parallelism; ``cuts_itself``: in accelerate's context, too."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     (b, steps), model, attention = split, llama(), OverRanks()
     rows = samples(RAGGED, 2 * ranks // CUT * b * steps)
-    change, losses, _ = plain_sgd(model, [of_window(rows, ranks, split, at, False) for at in range(2)], UNCLIPPED)
+    windows = [of_window(rows, ranks, split, at, False) for at in range(2)]
+    change, losses, _ = plain_sgd(model, windows, UNCLIPPED, per_sample=per_sample)
     start, logged = trainable(model), []
     with variables(launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")), attention.installed():
         for state in (AcceleratorState, GradientState, PartialState):
@@ -253,7 +266,7 @@ def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool) ->
         loader: Any = DataLoader(rows, batch_size=b, collate_fn=stacked)  # type: ignore[arg-type]
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
         engine, optimizer, loader = live.prepare(model, optimizer, loader)
-        for window in accumulation_windows(loader, live):
+        for window in accumulation_windows(loader, live, per_sample=per_sample):
             for batch in window:
                 own = {
                     "buffers": [batch["input_ids"]],

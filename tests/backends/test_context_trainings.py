@@ -6,7 +6,8 @@ Its attention needs a GPU; another one takes its place (`tests.backends.sequence
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +41,28 @@ def test_a_step_that_copies_its_samples_does_not_cut_them_again() -> None:
     ours, stock = (on_ranks(copied, path)[0] for path in ("apply", "stock"))
     assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
     assert stock.error > 0.1, stock
+
+
+def by_sample(path: str, targets: Sequence[tuple[int, int]], split: tuple[int, int], ranks: int) -> cut.Cut:
+    reference = partial(cut.plain_sgd, per_sample=True)
+    return cut.under_context(ranks, split, path, targets=targets, reference=reference, per_sample=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "split", "ranks"),
+    [
+        (cut.RAGGED, (2, 4), 2),
+        (cut.ON_THE_SECOND, (1, 4), 2),
+        pytest.param(cut.RAGGED, (2, 2), 4, marks=pytest.mark.thorough),
+    ],
+    ids=["ragged", "on one rank", "4 ranks"],
+)
+def test_means_of_samples(targets: Sequence[tuple[int, int]], split: tuple[int, int], ranks: int) -> None:
+    """Each of which lies on two ranks."""
+    ours, stock = (on_ranks(by_sample, path, targets, split, ranks, ranks=ranks)[0] for path in ("apply", "stock"))
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
+    assert stock.error > 0.05, stock
 
 
 class Streamed(IterableDataset[Any]):
@@ -95,10 +118,13 @@ def test_a_loop_whose_ranks_get_other_samples_is_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("ranks", "split", "cuts_itself"), [(2, (1, 4), False), (2, (2, 2), True), (4, (1, 2), False)])
-def test_a_loop_of_ones_own(ranks: int, split: tuple[int, int], cuts_itself: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "split", "cuts_itself", "per_sample"),
+    [(2, (1, 4), False, True), (2, (2, 2), True, False), (4, (1, 2), False, False)],
+)
+def test_a_loop_of_ones_own(ranks: int, split: tuple[int, int], cuts_itself: bool, per_sample: bool) -> None:
     """As it is, and with the context in which accelerate's documentation has a loop cut its samples."""
-    ours = on_ranks(cut.loop_under_context, ranks, split, cuts_itself, ranks=ranks)[0]
+    ours = on_ranks(cut.loop_under_context, ranks, split, cuts_itself, per_sample, ranks=ranks)[0]
     assert ours.error <= 4e-6 and ours.loss <= 1e-6, ours
 
 

@@ -56,15 +56,25 @@ ASKED: dict[str, dict[str, Any]] = {
         "reference": partial(cut.plain_sgd, smoothing=0.2),
     },
     "packed documents": {},
+    "means of samples": {"per_sample": True, "reference": partial(cut.plain_sgd, per_sample=True)},
+    "means of packed documents": {"per_sample": True, "reference": partial(cut.plain_sgd, per_sample=True)},
 }
 
 
 def asked(stage: int, what: str) -> list[cut.Cut]:
     """Two steps by the patch and by stock."""
-    packs = what == "packed documents"
+    packs = "packed documents" in what
     attention = mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": within_documents} if packs else {})
     with attention, mock.patch.object(cut, "samples", packed if packs else cut.samples):
         return [cut.under_ulysses(stage, 2, (2, 4), path, **ASKED[what]) for path in ("apply", "stock")]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
+def test_a_loop_of_means_of_samples(ranks: int) -> None:
+    ours = on_ranks(cut.loop_under_ulysses, 2, ranks, (2, 2), True, ranks=ranks)[0]
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6, ours
 
 
 @pytest.mark.deepspeed
