@@ -78,7 +78,8 @@ def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[C
                     captured.routers[value.grad_fn] = name
 
     has_router = contract is None or any(each.how is How.ROUTER for each in contract.terms)
-    handle = head.register_forward_hook(note) if head is not None and has_router else None
+    # Before the hooks of ZeRO-3, which give all outputs another node.
+    handle = head.register_forward_hook(note, prepend=True) if head is not None and has_router else None
     try:
         with captured.values or nullcontext():
             yield captured

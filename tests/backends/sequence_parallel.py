@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mixtral.modeling_mixtral import MixtralModel
 
 from hf_accum_fix import accumulation_windows, observations
 from tests.backends.rows import DEEPSPEED, FSDP2, LAUNCHED_DEEPSPEED, Backend, launched_fsdp, zero
@@ -350,18 +352,19 @@ class OverRanks:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        forward = LlamaModel.forward
+        def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def noted(model: Any, *args: Any, **kwargs: Any) -> Any:
+                self.places = kwargs["position_ids"]
+                return forward(model, *args, **kwargs)
 
-        @functools.wraps(forward)
-        def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
-            self.places = kwargs["position_ids"]
-            return forward(model, *args, **kwargs)
+            return noted
 
-        LlamaModel.forward, ALL_ATTENTION_FUNCTIONS["sdpa"] = noting, self  # type: ignore[method-assign]
-        try:
+        with contextlib.ExitStack() as stack:
+            for model in (LlamaModel, MixtralModel):
+                stack.enter_context(mock.patch.object(model, "forward", noting(model.forward)))
+            stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": self}))
             yield
-        finally:
-            LlamaModel.forward, ALL_ATTENTION_FUNCTIONS["sdpa"] = forward, self.of_one  # type: ignore[method-assign]
 
 
 class Gathered(torch.autograd.Function):

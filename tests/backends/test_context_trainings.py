@@ -20,6 +20,7 @@ from transformers import Trainer
 from hf_accum_fix.engines.sample_shards import check_attention
 from hf_accum_fix.errors import UnsupportedSetupError
 from tests.backends import sequence_parallel as cut
+from tests.backends.test_ulysses_trainings import ROWS, mixtral, sgd_with_router
 from tests.logged import logged
 from tests.numerics.parity import StockRecorder
 from tests.ranks import on_ranks
@@ -63,6 +64,17 @@ def test_means_of_samples(targets: Sequence[tuple[int, int]], split: tuple[int, 
     ours, stock = (on_ranks(by_sample, path, targets, split, ranks, ranks=ranks)[0] for path in ("apply", "stock"))
     assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
     assert stock.error > 0.05, stock
+
+
+def routed(path: str) -> cut.Cut:
+    reference = partial(sgd_with_router, whole=True)
+    return cut.under_context(cut.CUT, (ROWS, 2), path, adapt=mixtral, reference=reference, router_loss="exact")
+
+
+@pytest.mark.slow
+def test_the_routers_loss_of_the_global_batch() -> None:
+    ours = on_ranks(routed, "apply")[0]
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
 
 
 class Streamed(IterableDataset[Any]):

@@ -241,24 +241,30 @@ def mixtral(_: nn.Module) -> nn.Module:
 
 
 def sgd_with_router(
-    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], _: float
+    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], _: float, whole: bool = False
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """The mean over all targets, and that of the router's losses of each half of each micro-batch, in float64."""
+    """The mean over all targets, and that of the router's losses of each half of each micro-batch, in float64.
+
+    ``whole``: and the router's loss of the global batch.
+    """
     exact = copy.deepcopy(model).double()
     start, losses = trainable(exact), []
     for rows in windows:
         exact.zero_grad()
-        total, targets, router = torch.zeros(()), 0, []
+        total, targets, router, every = torch.zeros(()), 0, [], []
         for at in range(0, len(rows), ROWS):
             batch = cut.stacked(rows[at : at + ROWS])
             out = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
             labels, (count, length) = batch["labels"][:, 1:].flatten(), batch["input_ids"].shape
             logits = out.logits[:, :-1].flatten(0, 1)
             total, targets = total + cross_entropy(logits, labels, reduction="sum"), targets + int((labels >= 0).sum())
+            every.append(out.router_logits)
             of_layers = [each.view(count, length, EXPERTS) for each in out.router_logits]
             for half in (slice(0, length // 2), slice(length // 2, length)):
                 own = tuple(each[:, half].reshape(-1, EXPERTS) for each in of_layers)
                 router.append(load_balancing_loss_func(own, EXPERTS, CHOSEN))
+        if whole:
+            router = [load_balancing_loss_func(tuple(map(torch.cat, zip(*every, strict=True))), EXPERTS, CHOSEN)]
         loss = total / targets + WEIGHT * torch.stack(router).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))
@@ -268,8 +274,17 @@ def sgd_with_router(
     return moved(exact, start), losses, [math.nan] * len(losses)
 
 
-def routed(path: str) -> cut.Cut:
-    return cut.under_ulysses(2, 2, (ROWS, 2), path, adapt=mixtral, reference=sgd_with_router)
+def routed(path: str, convention: str = "mean", stage: int = 2, ranks: int = 2) -> cut.Cut:
+    reference = partial(sgd_with_router, whole=convention == "exact")
+    return cut.under_ulysses(stage, ranks, (ROWS, 2), path, adapt=mixtral, reference=reference, router_loss=convention)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 4)])
+def test_or_that_of_the_global_batch(stage: int, ranks: int) -> None:
+    ours = on_ranks(routed, "apply", "exact", stage, ranks, ranks=ranks)[0]
+    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
 
 
 @pytest.mark.deepspeed
