@@ -165,7 +165,7 @@ class Host(ABC):
         if self.weighs_cut_samples:
             assert self.contract is not None and self.contract.items is not None
             every = whole_samples(self.contract.items, batches, self.accelerator)
-            self._whole = dict(zip(map(id, batches), every, strict=True))
+            self._whole = dict(zip(map(id, batches), every, strict=False))
 
     @property
     def weighs_cut_samples(self) -> bool:
@@ -177,14 +177,14 @@ class Host(ABC):
         """The inputs of a micro-batch, with what its count and its loss need of its samples on other ranks.
 
         Raises:
-            ContractError: if it is not of the open window.
+            ContractError: if it is not of the open window, or other ranks have other micro-batches.
         """
         if not self.weighs_cut_samples or isinstance(inputs, ZeroWeightBatch):
             return inputs
         if id(batch) not in self._whole:
             raise ContractError(
-                "per_sample: got a copy of a micro-batch whose samples are cut over ranks; expected itself; hand on "
-                "what was fetched"
+                "per_sample: got a micro-batch of cut samples whose other parts are not known; expected what was "
+                "fetched, and equally many on every rank; hand on the batch itself, or drop the rest"
             )
         return {**inputs, WHOLE: self._whole[id(batch)]}
 

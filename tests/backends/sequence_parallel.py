@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,14 +248,19 @@ def loop_under_ulysses(
     return Cut(relative(found, change), 0.0, 0.0 if stock else furthest(logged, losses), None, {})
 
 
-def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool, per_sample: bool = False) -> Cut:
-    """Two windows of a loop of one's own under context parallelism; ``cuts_itself``: in accelerate's context, too."""
+def loop_under_context(
+    ranks: int, split: tuple[int, int], cuts_itself: bool, per_sample: bool = False, epochs: int = 1
+) -> Cut:
+    """Two windows of a loop of one's own under context parallelism.
+
+    ``cuts_itself``: in accelerate's context, too; ``epochs``: 1, or 2 of one window.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     (b, steps), model, attention = split, llama(), OverRanks()
-    rows = samples(RAGGED, 2 * ranks // CUT * b * steps)
-    windows = [of_window(rows, ranks, split, at, False) for at in range(2)]
+    rows = samples(RAGGED, 2 * ranks // CUT * b * steps // epochs)
+    windows = [of_window(rows, ranks, split, at, False) for at in range(2 // epochs)] * epochs
     change, losses, _ = plain_sgd(model, windows, UNCLIPPED, per_sample=per_sample)
     start, logged = trainable(model), []
     with variables(launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")), attention.installed():
@@ -268,7 +274,8 @@ def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool, pe
         loader: Any = DataLoader(rows, batch_size=b, collate_fn=stacked)  # type: ignore[arg-type]
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
         engine, optimizer, loader = live.prepare(model, optimizer, loader)
-        for window in accumulation_windows(loader, live, per_sample=per_sample):
+        every = accumulation_windows(loader, live, per_sample=per_sample)
+        for window in itertools.chain.from_iterable(itertools.repeat(every, epochs)):
             for batch in window:
                 own = {
                     "buffers": [batch["input_ids"]],

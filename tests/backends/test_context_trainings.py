@@ -131,12 +131,14 @@ def test_a_loop_whose_ranks_get_other_samples_is_told() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("ranks", "split", "cuts_itself", "per_sample"),
-    [(2, (1, 4), False, True), (2, (2, 2), True, False), (4, (1, 2), False, False)],
+    ("ranks", "split", "cuts_itself", "per_sample", "epochs"),
+    [(2, (1, 4), False, True, 2), (2, (2, 2), True, False, 1), (4, (1, 2), False, False, 1)],
 )
-def test_a_loop_of_ones_own(ranks: int, split: tuple[int, int], cuts_itself: bool, per_sample: bool) -> None:
+def test_a_loop_of_ones_own(
+    ranks: int, split: tuple[int, int], cuts_itself: bool, per_sample: bool, epochs: int
+) -> None:
     """As it is, and with the context in which accelerate's documentation has a loop cut its samples."""
-    ours = on_ranks(cut.loop_under_context, ranks, split, cuts_itself, per_sample, ranks=ranks)[0]
+    ours = on_ranks(cut.loop_under_context, ranks, split, cuts_itself, per_sample, epochs, ranks=ranks)[0]
     assert ours.error <= 4e-6 and ours.loss <= 1e-6, ours
 
 
