@@ -461,10 +461,9 @@ def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ("what", "held", "options"),
     [
         ("compute_loss_func", {"compute_loss_func": shifted_cross_entropy}, {}),
-        ("per_sample", {}, {"per_sample": True}),
         ("balance_windows", {}, {"balance_windows": True}),
         ("drop_duplicates", {}, {"drop_duplicates": True}),
-        ("router_loss", {}, {"router_loss": "exact"}),
+        ("router_loss='window'", {}, {"router_loss": "window"}),
         ("coupled_loss", {}, {"coupled_loss": "rank"}),
     ],
 )
