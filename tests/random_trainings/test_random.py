@@ -31,7 +31,7 @@ from tests.trainings import Case
 pytestmark = pytest.mark.slow
 
 GIVEN = os.environ.get("HF_ACCUM_FIX_EXAMPLES")
-EXAMPLES = int(GIVEN or 200)
+EXAMPLES = int(GIVEN or 500)
 ON_TWO_RANKS, IN_LOOPS = EXAMPLES // 20, EXAMPLES // 4
 _T = TypeVar("_T")
 
@@ -76,6 +76,13 @@ def test_exact_to_the_floor_or_said(composition: Composition, output: Path) -> N
 def test_exact_to_the_floor_or_said_in_a_loop(composition: Composition, output: Path) -> None:
     found = outcome(composition, output)
     assert not found.faults, told(composition, found)
+
+
+@pytest.mark.xfail(strict=True, reason="the two micro-batches that are joined have one task, as if there were one loss")
+def test_two_losses_that_a_column_picks_are_seen_in_single_samples_of_one_length(output: Path) -> None:
+    """Not mended: silent, and half the gradient."""
+    found = outcome(Composition("tasks", data=("alike",), cut=(1, 8), loop=True), output)
+    assert not found.faults
 
 
 @pytest.mark.timeout(0)
