@@ -164,8 +164,8 @@ def whole_samples(rule: Items, batches: Sequence[Any], accelerator: Any) -> list
     """The sample of each position of cut micro-batches, and the targets of every sample on all ranks that share it.
 
     One collective among these ranks, of a byte a position. In a packed row a sample begins where ``position_ids`` are
-    0, under Ulysses: context parallelism attends to whole rows, and deals their pieces in another order. None of them,
-    if a rank has other micro-batches.
+    0, under Ulysses; under context parallelism a row is one sample, since it attends to whole rows. The list is empty
+    if the ranks have micro-batches of different sizes.
     """
     group, marks = _sharing(accelerator), list[Tensor]()
     for batch in batches:

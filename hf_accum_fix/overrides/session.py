@@ -172,8 +172,8 @@ class Session(Host):
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
         if self.context_parallel:
             self.compare_samples(batches)
-        for each in batches if self.context_parallel else ():
-            cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
+            for each in batches:
+                cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
         self.complete_shards(batches)
         self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
