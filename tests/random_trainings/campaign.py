@@ -2,7 +2,8 @@
 
 Prints how many were drawn, and how many were silent, worse than stock, or crashed, with the seed of each; every
 training is a line of the file. A run that is broken off is gone on with by the same command, which passes over what
-the file holds. ``--draws 1 --seed 17 --kind loop --tell`` runs one again and tells all of it.
+the file holds. ``--draws 1 --seed 17 --kind loop --tell`` runs one again and tells all of it; ``--against FILE``
+compares what was found with an earlier run's.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ def _in_this_process(folder: Path) -> Iterator[Run]:
         for name, training in (("ours", found.patched), ("stock", found.stock)):
             if training is not None:
                 line[name] = [float(f"{error:.2e}") for error in training.errors]
+        if found.patched is not None:
+            line["exact"], line["warned"] = found.patched.exact, [words for _, words in found.patched.said]
         return {**line, "told": told(composition, found)} if found.faults else line
 
     with installed_once(), contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
@@ -103,6 +106,7 @@ def _on_two_ranks(folder: Path) -> Iterator[Run]:
             faults = dict.fromkeys(fault for answer in answers for fault in answer.faults)
             verdict = next((answer.verdict for answer in answers if answer.faults), answers[0].verdict)
             line: Line = {"verdict": verdict, "faults": [list(fault) for fault in faults]}
+            line["warned"] = answers[0].words.splitlines()
             return {**line, "told": "\n".join(answer.words for answer in answers)} if faults else line
 
         yield run
@@ -220,6 +224,23 @@ def table(lines: Sequence[Line], *, seeds: int = 10) -> str:
     return "\n".join(words)
 
 
+def changed(before: Sequence[Line], now: Sequence[Line], *, seeds: int = 6) -> str:
+    """How verdicts differ between two runs of the same seeds, with the overrides and heads that most of them have."""
+    known = {(line["kind"], line["seed"]): line["verdict"] for line in before}
+    by_change = defaultdict(list)
+    for line in sorted(now, key=lambda line: line["seed"]):
+        was = known.get((line["kind"], line["seed"]), line["verdict"])
+        if was != line["verdict"]:
+            by_change[was, line["verdict"]].append(line)
+    words = []
+    for (was, becomes), lines in sorted(by_change.items(), key=lambda each: -len(each[1])):
+        words.append(f"{was} -> {becomes}: {len(lines)}, such as {[(e['kind'], e['seed']) for e in lines[:seeds]]}")
+        for part in ("head", "override"):
+            of_part = Counter(line["composition"][part] for line in lines).most_common(8)
+            words.append(f"  by {part}: {', '.join(f'{name} {count}' for name, count in of_part)}")
+    return "\n".join(words) or "no verdict differs"
+
+
 def campaign(kind: str, seeds: Sequence[int], workers: int, out: TextIO, folder: Path) -> Iterator[Line]:
     """Train what seeds draw, each a line of a file as soon as it is known."""
     for line in Workers(kind, folder).lines(seeds, workers):
@@ -237,6 +258,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="of two ranks each a pair")
     parser.add_argument("--out", type=Path, default=Path("campaign.jsonl"), help="a line a training; added to")
     parser.add_argument("--tell", action="store_true", help="print every fault as it is found, in full")
+    parser.add_argument("--against", type=Path, help="the file of an earlier run, to compare with")
     options = parser.parse_args(given)
     seeds, kinds = range(options.seed, options.seed + options.draws), options.kind or list(KINDS)
     held = [line for line in read(options.out) if line["seed"] in seeds and line["kind"] in kinds]
@@ -260,6 +282,8 @@ def main(given: Sequence[str] | None = None) -> int:
                     print(f"{reported - begun:.0f} s: {len(found)} drawn, {counts}", flush=True)
     new, seconds = len(found) - len(held), time.monotonic() - begun
     print(table(found))
+    if options.against is not None:
+        print(changed(read(options.against), found))
     if new:
         print(f"{new} in {seconds:.0f} s by {options.workers} workers: {new / seconds:.1f} a second")
     if cpu := [line["cpu"] for line in found[len(held) :] if "cpu" in line]:
