@@ -57,7 +57,7 @@ class Choice:
         self._seen.append(latest)
         adds_up = latest.conclusive and latest.adds_up
         if split.group and self._adds_up:
-            held = latest.adds_up or latest.cause is Cause.TERMS or not latest.conclusive
+            held = latest.adds_up or not latest.conclusive
             self._narrowed[split.group] = self._narrowed.get(split.group, True) and held
         elif self.found is not None and self.found.cause is Cause.PADDING and not split.blocks:
             # What stock divides by the number keeps its weight by items.

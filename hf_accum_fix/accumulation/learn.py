@@ -118,6 +118,9 @@ def _specs(
     """The terms' specs, and the first reason why they are not exact, with its cause."""
     specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
     doubts = [(mismatch, Cause.TERMS), *((each.doubt, each.cause) for each in judged)]
+    if compared.split.blocks > 1 and any(each.place for each in specs):
+        # Blocks of rows that were chosen such that they fit.
+        doubts.append(("it has a term for each chunk of the rows of a micro-batch", Cause.TERMS))
     if mismatch:
         # Where other terms come and go, a factor that no rule counts may depend on them.
         specs = tuple(
@@ -326,8 +329,10 @@ def _rules_of_number(
     """The rules that count the number: of targets that a term has saved, of another term, or upstream's."""
     by_total = (([seen.targets for seen in each.seen], each.seen) for each in numbered)
     of_terms = [rules_of(totals, seen, compared) for totals, seen in by_total if totals[0]]
-    fitting = next(filter(None, (*of_terms, *(each.rules for each in means))), {})
-    return upstream_first([*fitting], compared.whole.batch, compared.window, compared.setting)
+    # A term over some of the rows, where a loss is computed in chunks, does not count the number.
+    every = ([rule for rule in rules if rule.block is None] for rules in (*of_terms, *(each.rules for each in means)))
+    fitting = next(filter(None, every), [])
+    return upstream_first(fitting, compared.whole.batch, compared.window, compared.setting)
 
 
 def upstream_first(

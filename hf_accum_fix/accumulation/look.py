@@ -42,7 +42,7 @@ class LossRun:
         others: more objects whose attributes are restored, such as the trainer.
         leave: objects that are not restored, such as data sets.
         more_steps: (factor) -> context in which the arguments have more accumulation steps, and factor times the ranks.
-        kept_back: how often a custom loss passed a number to the base's in the last forward, which did not get it.
+        kept_back: how often a custom loss passed a number to the base's in one forward, at most; it did not get it.
         hand_on: from now on the base's gets that number.
     """
 

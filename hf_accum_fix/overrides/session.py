@@ -249,10 +249,11 @@ class Session(Host):
             # Without a number a model returns its own mean.
             if custom is None or self.requires_number:
                 return self.unscaled_loss(model, inputs, number)
-            self.kept_back += passed is not None and self.passes_number
+            calls.append(passed is not None and self.passes_number)
+            self.kept_back = max(self.kept_back, sum(calls))
             return self.unscaled_loss(model, inputs, None)
 
-        self.kept_back = 0
+        calls = list[bool]()
         with ExitStack() as stack:
             # A custom step does this itself.
             if custom != self.loss_of_step:
@@ -271,6 +272,7 @@ class Session(Host):
     @contextmanager
     def run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
         trainer, model = self.trainer, self.model
+        self.kept_back = 0
         # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
         with (
             overridden(trainer, "log", lambda *_, **__: None),
