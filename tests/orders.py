@@ -85,9 +85,10 @@ def main(how: str, *orders: str) -> None:
     import datasets
     import sklearn.metrics
     import torch._dynamo
-    import torch.distributed.checkpoint
+    from torch.distributed import checkpoint
 
-    assert datasets and "transformers" not in sys.modules
+    assert all((datasets, sklearn, torch, checkpoint))
+    assert "transformers" not in sys.modules
     found = {}
     for order in orders:
         reading, writing = os.pipe()
