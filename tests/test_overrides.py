@@ -632,6 +632,14 @@ def test_the_window_ends_with_training(tmp_path: Path) -> None:
     ("contract", "message"),
     [
         (LossContract(Reduction.NUMBER, Items(("labels",))), "gets no num_items_in_batch"),
+        (LossContract(Reduction.MEAN, Items(("label",))), "counts by 'label', .*; expected one of 'labels', "),
+        (LossContract(Reduction.MEAN, Items(("labels", "targets"))), "counts by 'targets'"),
+        (LossContract(Reduction.MEAN, Items(("labels",), mask="mask")), "counts by 'mask'"),
+        (
+            LossContract(Reduction.MEAN, Items(("labels",), width_of="inputs")),
+            "by 'inputs', .*; expected one of 'input_i",
+        ),
+        (LossContract(Reduction.SUM, Items(mix=((2.0, Items(("boxes",))),))), "counts by 'boxes'"),
         ("is a sum", "expected one of Reduction"),
     ],
 )

@@ -171,8 +171,10 @@ class LossContract:
         if not isinstance(self.reduction, Reduction):
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
-        if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
-            raise ContractError(f"got a loss that {self.reduction.words}, without items; expected items=Items(...)")
+        counts = self.items is not None or self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
+        if counts and not isinstance(self.items, Items):
+            words = f"a loss that {self.reduction.words}, with items={self.items!r}"
+            raise ContractError(f"got {words}; expected items=Items(...), such as Items(('labels',))")
 
     def weighted_router_loss(self, outputs: Any) -> Tensor | None:
         """The router losses in the loss, times their coefficients, 0-dim; None: the loss has none.

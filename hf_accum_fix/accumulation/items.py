@@ -95,6 +95,16 @@ class Items:
     per_sample: bool = False
     mix: tuple[tuple[float, Items], ...] = ()
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.keys, tuple) and all(isinstance(key, str) for key in self.keys)):
+            raise ContractError(f"got keys={self.keys!r}; expected a tuple of inputs, such as Items(('labels',))")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every input that it reads."""
+        of_mix = (name for _, rule in self.mix for name in rule.names)
+        return tuple(name for name in (*self.keys, self.mask, self.width_of, *of_mix) if name is not None)
+
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a micro-batch has the counted input."""
         if not self.keys or isinstance(inputs, ZeroWeightBatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
-from hf_accum_fix.errors import BY_DESIGN, StandAsideError
+from hf_accum_fix.errors import BY_DESIGN, ContractError, StandAsideError
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
 
 Value = TypeVar("Value")
@@ -146,6 +147,7 @@ def _count(
 
     ``strict``: a micro-batch without the counted input is an error.
     """
+    _check_given(host, batches)
     losses, by_batch, totals = host.state.losses, dict[int, Counts](), list[Tensor]()
     for contract, its in zip(losses.contracts, rules, strict=True):
         held = [batch for batch in batches if len(rules) == 1 or losses.contract_of(batch) is contract]
@@ -154,6 +156,22 @@ def _count(
         totals += sums
         by_batch |= {id(batch): found for batch, found in zip(held, each, strict=True)}
     return [by_batch[id(batch)] for batch in batches], totals
+
+
+def _check_given(host: Host, batches: Sequence[Any]) -> None:
+    """Refuse a given contract that reads what no micro-batch of this rank's first window has."""
+    given = host.options.contract
+    if given is None or host.state.losses.given_for is not None:
+        return
+    mappings = (batch for batch in batches if isinstance(batch, Mapping))
+    held = {str(key) for batch in mappings for key, value in batch.items() if value is not None}
+    for name in (name for rule in given.rules for name in rule.names if held and name not in held):
+        close = get_close_matches(name, held)
+        known = ", ".join(map(repr, (*close, *sorted(held - {*close}))))
+        raise ContractError(
+            f"got a contract that counts by {name!r}, which no micro-batch of the first window has; expected one of "
+            f"{known}; change the contract, or add it in the collator"
+        )
 
 
 def _parts(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -93,9 +93,10 @@ def detect() -> Environment:
     """Detect what is installed, without importing it; seams are empty until transformers.trainer is imported."""
     trainer = imported_trainer()
     named, package = _version(_PACKAGE), _package()
-    stated = None if named is None else _stated_version(package)
-    stale = stated is not None and _public(stated) != _public(named)
-    transformers = stated if stale else named
+    stated = _stated_version(package)
+    stale = None not in (named, stated) and _public(stated) != _public(named)
+    # Sources on PYTHONPATH have no metadata.
+    transformers = stated if stale or named is None else named
     return Environment(
         transformers=transformers,
         accelerate=_version("accelerate"),
@@ -252,10 +253,14 @@ def _package() -> ModuleSpec | None:
 
 
 def _exists(module: str, package: ModuleSpec | None) -> bool:
-    """Whether a module of a package can be imported, without importing the package for that."""
-    if module in sys.modules or package is None:
-        return True  # A missing package is detected by its version.
-    return PathFinder.find_spec(module, package.submodule_search_locations) is not None
+    """Whether a package of files has a module, without importing the package for that; True if it is no such package.
+
+    A missing package is detected by its version.
+    """
+    if module in sys.modules or package is None or not isinstance(package.loader, SourceFileLoader):
+        return True
+    # An imported transformers 5 has Path objects there, below which nothing is found.
+    return PathFinder.find_spec(module, [*map(str, package.submodule_search_locations or ())]) is not None
 
 
 def _stated_version(package: ModuleSpec | None) -> str | None:

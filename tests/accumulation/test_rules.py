@@ -330,8 +330,17 @@ def test_missing_targets_and_missing_samples_are_named() -> None:
         Items(("labels",)).count({"input_ids": torch.zeros(1, 2)})
     with pytest.raises(ContractError, match="to count samples"):
         sample_count({"flag": True})
-    with pytest.raises(ContractError, match="without items"):
+    with pytest.raises(ContractError, match="with items=None"):
         LossContract(Reduction.MEAN)
+
+
+@pytest.mark.parametrize("keys", ["labels", ["labels"], (0,)])
+def test_what_names_no_inputs_is_refused(keys: Any) -> None:
+    with pytest.raises(ContractError, match=r"expected a tuple of inputs, such as Items\(\('labels',\)\)"):
+        Items(keys)
+    for reduction in (Reduction.NUMBER, Reduction.SUM):
+        with pytest.raises(ContractError, match=r"with items=.*; expected items=Items"):
+            LossContract(reduction, keys)
 
 
 @pytest.mark.parametrize(("pad", "padded", "found"), [(0, 0, True), (0, -100, False), (None, 0, False)])

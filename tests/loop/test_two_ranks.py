@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hf_accum_fix
-from hf_accum_fix import accumulation_windows
+from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
 from hf_accum_fix.core.state import ATTEMPTS
 from tests.distributed.test_two_ranks import blank_on_second_rank
 from tests.loop.steps import OURS, own_batches, take_steps
@@ -180,13 +180,15 @@ def in_step() -> int:
     return trained
 
 
-def failing(model: torch.nn.Module, *, labelled: bool = True) -> tuple[str, float]:
+def failing(
+    model: torch.nn.Module, *, labelled: bool = True, contract: LossContract | None = None
+) -> tuple[str, float]:
     """What this rank raises in its first window, where the second one may have no labels, and after how long [s]."""
     head = HEADS["bert-mlm"]
     batches = own_batches(head, head.samples, 1)
     if dist.get_rank() == 1 and not labelled:
         batches = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
-    windows = accumulation_windows(batches, steps=2)
+    windows = accumulation_windows(batches, steps=2, contract=contract)
     raised, began = "", time.monotonic()
     try:
         window = next(iter(windows))
@@ -208,6 +210,10 @@ def rows_of() -> dict[str, Any]:
         "failing": failing(Broken()),
         "in step": in_step(),
         "unlabelled": failing(HEADS["bert-mlm"].build(), labelled=False),
+        "given": [
+            failing(HEADS["bert-mlm"].build(), labelled=key == "label", contract=LossContract(Reduction.MEAN, rule))
+            for key, rule in {"label": Items(("label",)), "labels": Items(("labels",))}.items()
+        ],
         "repeated": repeated(),
         "collectives": collectives(),
     }
@@ -261,6 +267,13 @@ def test_a_rank_without_labels_is_told_on_both_before_a_forward(ranks: list[dict
             "RankError: got rank 0: 2 micro-batches with ['labels']; rank 1: 2 micro-batches with no"
         )
         assert waited < 5
+
+
+def test_a_contract_that_counts_what_a_rank_lacks_is_told_on_both(ranks: list[dict[str, Any]]) -> None:
+    refused = "ContractError: got a contract that counts by 'label"
+    (neither, one), (none, lacks) = ([raised for raised, _ in rank["given"]] for rank in ranks)
+    assert all(raised.startswith(refused) for raised in (neither, none, lacks))
+    assert one.startswith(f"RankError: rank 0 stops, because of rank 1: {refused}")
 
 
 def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]) -> None:

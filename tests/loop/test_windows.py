@@ -31,6 +31,10 @@ RIGHT_BY_ACCUMULATE = {
 }  # fmt: skip
 
 
+#: The column's name, which the collator changes.
+OF_NO_BATCH = LossContract(Reduction.MEAN, Items(("label",)))
+
+
 def every_case() -> Iterator[Any]:
     """Every head by both ways; of those that stand for a class alone, one. The everyday tests run the first way."""
     for name, head in LOOPED.items():
@@ -283,6 +287,15 @@ def test_a_loss_of_ones_own_needs_a_contract() -> None:
     window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=1)))
     with pytest.raises(ContractError, match="contract=LossContract"):
         window.scale(torch.ones(()), {"x": torch.ones(1)})
+
+
+@pytest.mark.parametrize("way", ["loss", "scale"])
+def test_a_contract_that_counts_what_no_batch_has(way: str) -> None:
+    head = LOOPED["bert-mlm"]
+    batch, model = head.batch(head.samples[:2]), head.build()
+    window = next(iter(accumulation_windows([batch] * 2, steps=2, contract=OF_NO_BATCH)))
+    with pytest.raises(ContractError, match="no micro-batch of the first window has; expected one of 'labels', "):
+        window.loss(model, batch) if way == "loss" else window.scale(model(**batch)["loss"], batch)
 
 
 def test_a_number_for_a_model_that_takes_none() -> None:

@@ -68,6 +68,11 @@ def test_the_control_half(release: str) -> None:
     run_tests_in(release, "tests/upstream")
 
 
+@pytest.mark.parametrize("release", ("4.49.0", "5.0.0"))
+def test_the_patch_after_whatever_comes_first(release: str) -> None:
+    run_tests_in(release, "tests/test_orders.py")
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_sweep_shows_both_errors_and_fixes_both(release: str, tmp_path: Path) -> None:
     script = ["recipes/llava_sweep.py", "--steps", "1", "--total-batch", "16", "--splits", "8x1,1x8"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +203,19 @@ def test_a_package_that_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch
         raise metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(environment.metadata, "version", nothing)
+    # Sources on PYTHONPATH have no metadata.
+    assert (detect().transformers, detect().accelerate) == (transformers.__version__, None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert detect().transformers is None
+
+
+def test_a_package_that_is_not_of_files_is_not_said_to_lack_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = ModuleSpec("transformers", None, is_package=True)
+    monkeypatch.delitem(sys.modules, "transformers.trainer")
+    monkeypatch.setattr(environment, "find_spec", lambda _: frozen)
+    assert detect().trainer_exists
+    frozen.loader = SourceFileLoader("transformers", "/nowhere/transformers/__init__.py")
+    assert not detect().trainer_exists
 
 
 def test_the_installed_release_has_the_seams() -> None:
@@ -212,7 +226,7 @@ def test_the_installed_release_has_the_seams() -> None:
 
 
 def test_without_the_import_nothing_is_known_of_the_seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(__import__("sys").modules, "transformers.trainer")
+    monkeypatch.delitem(sys.modules, "transformers.trainer")
     assert detect().seams == () and not detect().trainer_imported
 
 
