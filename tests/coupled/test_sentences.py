@@ -70,8 +70,8 @@ def apart(losses: Any, model: Any) -> Any:
 LOSSES["MNRL with a hard negative, columns apart"] = (HARD, apart)
 
 REFUSED: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "MNRL": (HARD, lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
-    "Matryoshka of MNRL": (
+    "MNRL with a hard negative": (HARD, lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
+    "Matryoshka of it": (
         HARD,
         lambda losses, model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
     ),
