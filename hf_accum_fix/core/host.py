@@ -251,6 +251,11 @@ class Host(ABC):
         assert self.trained is not None
         return inside_ddp(self.trained) or self.trained
 
+    @property
+    def rounds_products(self) -> bool:
+        """Whether matrix products are less precise than float32."""
+        return getattr(self.accelerator, "mixed_precision", "no") != "no" or products_are_rounded(self.model)
+
     def model_outputs(self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None) -> Any:
         """Outputs of a forward; a model that takes num_items_in_batch gets the number."""
         given = {"num_items_in_batch": number} if self.passes_number and number is not None else {}
@@ -284,7 +289,7 @@ class Host(ABC):
             hands_number=hands_number,
             steps=self.steps,
             world_size=self.data_ranks,
-            rounded=getattr(self.accelerator, "mixed_precision", "no") != "no" or products_are_rounded(self.model),
+            rounded=self.rounds_products,
             decoder_pad=decoder_pad(bare),
             has_stock=self.has_stock,
             **more,

@@ -2,107 +2,135 @@
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.join import Split, splits
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, out_of_memory
 from hf_accum_fix.accumulation.noise import WithoutNoise
-from hf_accum_fix.coupled.cuts import nearest_to_the_loss
+from hf_accum_fix.coupled.cuts import nearest_to_the_loss, nodes_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
-from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
 
-#: Relative difference of gradients that rounding explains, by bytes of a parameter.
-_TOLERANCE = {8: 1e-9, 4: 1e-3}
+#: Relative difference that rounding explains, by bytes of a number; of products in half precision.
+_TOLERANCE, _OF_HALVES = {8: 1e-9, 4: 1e-3}, 5e-2
 #: How many cuts of a loss are tried.
 _TRIES = 4
+#: What gathers parameters, and no samples.
+_ENGINES = re.compile(r"fsdp|torch\.distributed\.tensor|deepspeed")
 
 
 def accepted(
-    run: LossRun, batches: Sequence[Any], given: Mapping[str, nn.Module], head: str
-) -> tuple[Mapping[str, nn.Module], bool]:
+    run: LossRun, batches: Sequence[Any], given: Mapping[str, nn.Module], head: str, *, sharded: bool, rounded: bool
+) -> Mapping[str, nn.Module]:
     """The modules at which cutting a loss is exact: those given, or of those searched the nearest to the loss.
 
-    The second value is False where that cannot be shown of those given: two micro-batches joined do not run, or have
-    other vectors than each.
+    ``sharded``: no gradient, and no search, since ranks meet in every forward; ``rounded``: products in half precision.
 
     Raises:
-        UnsupportedSetupError: if there are none, or those that were searched cannot be shown to be right.
+        UnsupportedSetupError: if there are none, or two micro-batches do not show that they are right.
     """
-    split = next((each for each in splits(batches) if each.blocks == 1), None)
-    passed, failure = set[str](), None
-    for _ in range(1 if given else _TRIES):
-        with WithoutNoise(alike=False), torch.enable_grad():
-            loss = partial(run.forward, dict(batches[0]), None)
-            modules = given or nearest_to_the_loss(run.model, loss, sample_count(batches[0]), passed)
-            try:
-                shows = modules and split is not None and _try(run, split, WholeWindow(modules), head)
-            except UnsupportedSetupError as error:
-                passed |= {*modules}
-                failure = failure or error
-                continue
-        if not modules:
-            break
-        if given or shows:
-            return modules, bool(shows)
-        raise UnsupportedSetupError(
-            f"got coupled_loss='exact' for {head}, whose loss was found to be cut at {', '.join(modules)}, which "
-            "two micro-batches joined cannot show; expected modules known to return one vector per sample; name "
-            "them, as in coupled=('text_projection',)"
-        )
-    raise failure or UnsupportedSetupError(
-        f"got coupled_loss='exact' for {head}, no module of which returns one vector per sample that its loss reaches; "
-        "expected one or more; name them, as in coupled=('text_projection',)"
+    # The halves of one fit into memory where two do not.
+    tried = [found for of in (batches, batches[:1]) if (found := next((s for s in splits(of) if s.blocks == 1), None))]
+    first, passed, why = dict(batches[0]), set[str](), ""
+    loss = partial(run.forward, first, None)
+    with WithoutNoise(alike=True), torch.set_grad_enabled(not sharded):
+        for _ in range(1 if given or sharded else _TRIES):
+            modules = given or ({} if sharded else nearest_to_the_loss(run.model, loss, sample_count(first), passed))
+            if not modules:
+                break
+            differs = _difference(run, tried, WholeWindow(modules), rounded=rounded)
+            if not differs:
+                return modules
+            passed |= {*modules}
+            why = why or f"whose loss cut at {', '.join(name or 'the model' for name in modules)} {differs}"
+    raise UnsupportedSetupError(
+        f"got coupled_loss='exact' for {head}, {why or 'no module of which is known, or found, to make its vectors'}; "
+        "expected modules through which alone samples reach the loss, one row each, in their order; name others, as "
+        "in coupled=('text_projection',), pad to a fixed length, or leave the option out"
     )
 
 
-def _try(run: LossRun, split: Split, window: WholeWindow, head: str) -> bool:
-    """Raise an error unless two micro-batches, cut, have loss and gradient of both as one; False: not comparable."""
-    at = ", ".join(name or "the model" for name in window.modules)
-    try:
-        loss, wanted = _gradient(run, split.whole)
-        window.collect([split.whole], lambda batch: run.forward(batch, None))
-        joined = window.kept
-        window.collect([split.one, split.other], lambda batch: run.forward(batch, None))
-        pairs = [(each, torch.cat(window.kept.get(key, [each[:0]]))) for key, [each] in joined.items()]
-    except RuntimeError:
-        # Twice the samples may not fit, or rows of one have another shape.
-        return False
-    tolerance = _TOLERANCE.get(wanted.element_size(), 5e-2)
-    if not all(a.shape == b.shape and torch.allclose(a, b, tolerance, tolerance) for a, b in pairs):
-        return False
-    found, value = torch.zeros_like(wanted), 0.0
-    for place, batch in enumerate((split.one, split.other)):
+def _difference(run: LossRun, tried: Sequence[Split], window: WholeWindow, *, rounded: bool) -> str:
+    """How two micro-batches, cut, differ from both as one; empty: in nothing."""
+    for split in tried:
         try:
-            with window.micro_batch(place):
-                value, gradient = _gradient(run, window.inputs(batch))
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise UnsupportedSetupError(
-                f"got coupled_loss='exact' for {head}, whose loss fails on the vectors of a window at {at} ({error}); "
-                "expected samples to reach it through these modules and labels alone; name others in coupled="
-            ) from error
-        found += gradient / 2
-    off = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
-    if not (off <= tolerance and abs(value - loss) <= tolerance * abs(loss)):
-        raise UnsupportedSetupError(
-            f"got coupled_loss='exact' for {head}, whose loss cut at {at} is {value:g} instead of {loss:g}, and whose "
-            f"gradient is {off:.2g} off; expected modules through which alone samples reach the loss; name others in "
-            "coupled="
-        )
-    return True
+            return _compared(run, split, window, rounded=rounded)
+        except AccumFixError:
+            raise
+        except Exception as error:
+            if not out_of_memory(error):
+                return f"cannot be run on the vectors of two micro-batches ({type(error).__name__}: {error})"
+    return "cannot be tried: " + ("out of memory; use smaller micro-batches" if tried else "its rows are not joined")
 
 
-def _gradient(run: LossRun, batch: Any) -> tuple[float, Tensor]:
-    """Loss and gradient of a batch, all parameters in a row."""
+def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool) -> str:
+    # All forwards before any comparison: the ranks of shards meet in them.
+    loss, wanted = _gradient(run, run.forward(dict(split.whole), None))
+    window.collect([split.whole], lambda batch: run.forward(batch, None))
+    whole = window.kept
+    window.collect([split.one, split.other], lambda batch: run.forward(batch, None))
+    parts = []
+    for place, batch in enumerate((split.one, split.other)):
+        with window.micro_batch(place):
+            part = run.forward(window.inputs(batch), None)
+        parts.append(_gradient(run, part))
+    size = min((each.element_size() for [each] in whole.values() if each.is_floating_point()), default=0)
+    tolerance = _OF_HALVES if rounded else _TOLERANCE.get(size, _OF_HALVES)
+    for key, [each] in whole.items():
+        if not _off(torch.cat(window.kept.get(key, [each[:0]])), each) <= tolerance:
+            return f"gets other rows from {key}, or in another order, of two micro-batches joined than of each"
+    off = _off((parts[0][1] + parts[1][1]) / 2, wanted)
+    if off <= tolerance and all(abs(value - loss) <= tolerance * abs(loss) for value, _ in parts):
+        return ""
+    return f"is {parts[0][0]:g} instead of {loss:g}, and its gradient is {off:.2g} off"
+
+
+def _off(found: Tensor, wanted: Tensor) -> float:
+    """Relative difference of two tensors."""
+    one, other = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (found, wanted))
+    return float((one - other).norm() / other.norm().clamp(min=1e-30)) if one.shape == other.shape else math.inf
+
+
+def _gradient(run: LossRun, loss: Tensor) -> tuple[float, Tensor]:
+    """A loss, and its gradient of all parameters in a row, if it has one."""
+    if not loss.requires_grad:
+        return float(loss), loss.new_zeros(1)
+    leaves = (getattr(node, "variable", None) for node in nodes_of(loss))
+    if any(leaf is not None and leaf._backward_hooks and not isinstance(leaf, nn.Parameter) for leaf in leaves):
+        raise RuntimeError("its backward runs the model again, as that of a Cached loss")
     trained = [each for each in run.model.parameters() if each.requires_grad]
-    loss = run.forward(dict(batch), None)
-    found = torch.autograd.grad(loss, trained, allow_unused=True)
-    both = zip(trained, found, strict=True)
-    return float(loss.detach()), torch.cat(
-        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in both]
-    )
+    both = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    return float(loss.detach()), torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in both])
+
+
+class WithoutCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuse a loss that gathers over ranks itself: every rank's samples would reach it as often as there are ranks."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``; of collectives, before any rank waits in them, only those of engines."""
+        if "c10d" in str(func):
+            names = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe()))
+            callers = (
+                name for name in names if _ENGINES.search(name) or not name.startswith(("torch.", "hf_accum_fix"))
+            )
+            if not _ENGINES.search(next(callers, "")):
+                raise UnsupportedSetupError(
+                    f"got coupled_loss='exact' and a loss that runs a collective itself ({func}); expected none, since "
+                    "it gets the vectors of all ranks; set coupled_loss='rank', or let it gather nothing"
+                )
+        return func(*args, **(kwargs or {}))

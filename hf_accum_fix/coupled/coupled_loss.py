@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.declared import holds_shards, is_compiled
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.coupled.accept import accepted
+from hf_accum_fix.coupled.accept import WithoutCollectives, accepted
 from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import ContractError, UnsupportedSetupError
@@ -49,10 +49,9 @@ class CoupledLoss:
     def __init__(self, convention: str, named: Sequence[str]) -> None:
         self._convention, self._named = convention, named
         self._window: WholeWindow | None = None
-        self._checked = False
 
     def open(self, host: Host, batches: Sequence[Any]) -> None:
-        """Run a window once without gradient, and keep its vectors; in the first one, check that this is exact.
+        """Run a window once without gradient, and keep its vectors; in the first that is cut, check that this is exact.
 
         Raises:
             UnsupportedSetupError: if the loss cannot be cut, or the gradient is another one.
@@ -74,25 +73,15 @@ class CoupledLoss:
     def _collect(self, host: Host, run: LossRun, batches: Sequence[Any]) -> None:
         window, sharded = self._window, holds_shards(run.model)
         assert window is not None
-        if not window.modules:
+        # A window of one micro-batch is not cut.
+        if not window.modules and len(batches) * window.ranks > 1:
             _refuse(host, run.model)
-            window.modules = cuts_of(run.model, self._named, run.others)
-        if sharded and not window.modules:
-            raise UnsupportedSetupError(
-                f"got coupled_loss='exact' for {host.head}, a sharded model without a row in coupled/cuts.py; "
-                "expected the modules that return one vector per sample; name them, as in coupled=('text_projection',)"
-            )
-        # Where ranks meet in every forward, no rank runs more than another.
-        if not (self._checked or sharded):
-            with preserved_state(run.model, *run.others, leave=run.leave):
-                window.modules, shows = accepted(run, batches, window.modules, host.head)
-            if not shows:
-                host.warn_inexact(
-                    "coupled",
-                    f"{host.head}: two micro-batches joined have other vectors than each alone, or cannot be run, "
-                    "so that coupled_loss='exact' was not checked",
-                )
-        self._checked = True
+            given = cuts_of(run.model, self._named, run.others)
+            with (
+                preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded),
+                WithoutCollectives() if window.ranks > 1 else nullcontext(),  # type: ignore[no-untyped-call]
+            ):
+                window.modules = accepted(run, batches, given, host.head, sharded=sharded, rounded=host.rounds_products)
         with preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded):
             window.collect(batches, lambda batch: run.forward(batch, None))
 
@@ -108,7 +97,7 @@ class CoupledLoss:
 
     def note(self, loss: Tensor) -> None:
         """What a micro-batch adds to the logged loss, 0-dim."""
-        if self._window is not None and self._window.compares:
+        if self._window is not None and self._window.modules and self._window.compares:
             self._window.losses.append(loss)
 
     def facts(self) -> dict[str, Any]:

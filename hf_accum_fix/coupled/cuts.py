@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -101,15 +101,20 @@ def nearest_to_the_loss(
             made[vectors.grad_fn] = name
 
     with hooked(modules, note):
-        pending, seen, found = [forward().grad_fn], set[Any](), set[str]()
+        loss = forward()
+    found = {made[node] for node in nodes_of(loss, made) if node in made}
+    return {name: module for name, module in modules.items() if name in found}
+
+
+def nodes_of(loss: Tensor, ends: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes of a loss's graph, down to ``ends``."""
+    pending, seen = [(loss * 1.0).grad_fn], set[Any]()
     while pending:
         node = pending.pop()
-        if node in made:
-            found.add(made[node])
-        elif node is not None and node not in seen:
+        if node is not None and node not in seen:
             seen.add(node)
-            pending += [below for below, _ in node.next_functions]
-    return {name: module for name, module in modules.items() if name in found}
+            yield node
+            pending += [] if node in ends else [below for below, _ in node.next_functions]
 
 
 def vectors_in(outputs: Any, name: str) -> Tensor:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows, observations
-from hf_accum_fix.coupled import accept
 from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import ContractError, OptionsError, RankError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
-from tests.coupled.models import MODELS, Bags, Bare, Coupled, RootOfMean, Towers, _of_numbers
+from tests.coupled.models import _OWN, MODELS, Bags, Bare, Coupled, RootOfMean, Towers, _of_numbers
 from tests.logged import Said
 from tests.numerics.parity import ClassRecorder, StockRecorder, relative, step_along, trainable, training_arguments
 from tests.ranks import on_ranks
@@ -45,7 +45,8 @@ def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], tmp_pa
     # The log is a number of float32.
     assert ours.losses == [pytest.approx(reference.loss, rel=1e-6)]
     run = observations.recorded()[-1]
-    assert not said() and run["exact"] and len(run["coupled_at"]) == (1 if "GLPN" in name else 2)
+    cuts = 0 if cut[1] == 1 else 1 if "GLPN" in name else 2
+    assert not said() and run["exact"] and len(run["coupled_at"]) == cuts
     if cut[1] > 1 and case.stock_ends:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             case.train("stock", cut, tmp_path)
@@ -116,11 +117,11 @@ def test_sums_of_16_bit_gradients_go_with_it(tmp_path: Path) -> None:
 
 REFUSED = {
     "BatchNorm": (lambda: Towers(norm=True), ("one", "other"), "BatchNorm in training mode (one.1)"),
-    "none that is found": (RootOfMean, (), "fails on the vectors of a window at encoder"),
-    "a loss without vectors": (Bare, (), "no module of which returns one vector per sample"),
+    "none that is found": (RootOfMean, (), "cut at encoder cannot be run"),
+    "a loss without vectors": (Bare, (), "no module of which is known, or found"),
     "no such module": (Towers, ("nobody",), "names 0 modules"),
-    "one tower of two": (Towers, ("one",), "fails on the vectors of a window at one"),
-    "what has no vectors": (RootOfMean, ("encoder",), "fails on the vectors of a window at encoder"),
+    "one tower of two": (Towers, ("one",), "cut at one cannot be run"),
+    "what has no vectors": (RootOfMean, ("encoder",), "cut at encoder cannot be run"),
 }
 
 
@@ -148,46 +149,96 @@ def test_a_loss_that_samples_reach_past_the_cut_is_refused_by_its_gradient(tmp_p
         case.train("apply", (2, 4), tmp_path)
 
 
-def test_what_cannot_be_joined_is_trained_and_said(tmp_path: Path, said: Said) -> None:
+class InBags(Coupled):
+    def batch(self, samples: Any) -> dict[str, Any]:
+        ids, starts = torch.cat([each["ids"] for each in samples]), 3 * torch.arange(len(samples))
+        return {"ids": ids, "starts": starts, "y": torch.stack([each["y"] for each in samples])}
+
+
+def test_what_cannot_be_joined_is_refused(tmp_path: Path) -> None:
     rows = [{"ids": torch.tensor([at % 6, at % 5, at % 3]), "y": row["y"]} for at, row in enumerate(_of_numbers())]
-
-    class InBags(Coupled):
-        def batch(self, samples: Any) -> dict[str, Any]:
-            ids, starts = torch.cat([each["ids"] for each in samples]), 3 * torch.arange(len(samples))
-            return {"ids": ids, "starts": starts, "y": torch.stack([each["y"] for each in samples])}
-
     case = InBags(Bags, rows, options={"coupled": ("one", "other")})
-    reference = step_along(model := case.build(), case.full(model))
-    ours = case.train("apply", (2, 4), tmp_path)
-    assert ours.error(reference.change) < TOLERANCE
-    assert len(said("was not checked")) == 1 and not observations.recorded()[-1]["exact"]
-
-    class Leaks(Bags):
-        def forward(self, ids: Tensor, starts: Tensor, y: Tensor) -> dict[str, Tensor]:
-            return {"loss": super().forward(ids, starts, y)["loss"] * (1 + y.square().mean())}
-
-    dataclasses.replace(case, make=Leaks).train("apply", (2, 2), tmp_path, max_steps=2)
-    assert len(said("have losses that differ by")) == 1
+    with pytest.raises(UnsupportedSetupError, match="gets other rows from one, call 1"):
+        case.train("apply", (2, 4), tmp_path)
 
 
-def test_a_check_that_does_not_fit_is_left_out_where_modules_are_named(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+def test_named_modules_that_do_not_carry_one_row_a_sample_are_refused(tmp_path: Path) -> None:
+    """One encoder gets all columns in one forward, column by column."""
+
+    class Columns(Towers):
+        def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            one, other = self.one(torch.cat([x, F.pad(y, (0, 1))])).chunk(2)
+            return F.normalize(one, dim=-1), F.normalize(other, dim=-1)
+
+    case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=Columns, options={"coupled": ("one",)})
+    before = trainable(model := case.build())
+    with pytest.raises(UnsupportedSetupError, match="in another order, of two micro-batches joined"):
+        case.train("apply", (2, 4), tmp_path, model=model)
+    assert relative(trainable(model), before) == 0.0
+
+
+@pytest.mark.parametrize("name", ["InfoNCE of one's own", "InfoNCE of one's own, found"])
+def test_the_trial_needs_no_more_memory_than_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs the samples of two micro-batches at once."""
-    gradient = accept._gradient
+    """It runs the samples of two micro-batches at once, or the halves of one; single ones are no halves."""
+    forward, most = Towers.forward, 2
 
-    def out_of_memory(run: Any, batch: Any) -> Any:
-        if len(batch["x"]) > 2:
+    def out_of_memory(self: Towers, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if len(x) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return gradient(run, batch)
+        return forward(self, x, y)
 
-    monkeypatch.setattr(accept, "_gradient", out_of_memory)
-    case = MODELS["InfoNCE of one's own"]
+    case = MODELS[name]
     reference = step_along(model := case.build(), case.full(model))
+    monkeypatch.setattr(Towers, "forward", out_of_memory)
     assert case.train("apply", (2, 4), tmp_path).error(reference.change) < TOLERANCE
-    assert len(said("was not checked")) == 1
-    with pytest.raises(UnsupportedSetupError, match="expected modules known to return one vector per sample"):
-        MODELS["InfoNCE of one's own, found"].train("apply", (2, 4), tmp_path)
+    most = 1
+    with pytest.raises(UnsupportedSetupError, match="out of memory; use smaller micro-batches"):
+        case.train("apply", (1, 8), tmp_path)
+
+
+@pytest.mark.parametrize("cut", [(4, 2), (1, 8)])
+def test_noise_before_the_vectors_is_no_difference(cut: tuple[int, int], tmp_path: Path, said: Said) -> None:
+    """Such as a drop path, or NEFTune."""
+
+    class Noisy(Towers):
+        def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return super().vectors(x + torch.randn_like(x), y * (torch.rand(len(y), 1) < 0.8))
+
+    for options in (_OWN, {}):
+        dataclasses.replace(MODELS["InfoNCE of one's own"], make=Noisy, options=options).train("apply", cut, tmp_path)
+        assert not said() and observations.recorded()[-1]["exact"]
+
+
+@pytest.mark.parametrize("name", ["CLIP", "supervised contrastive", "InfoNCE of one's own, found"])
+def test_half_precision_is_rounding(name: str, tmp_path: Path) -> None:
+    case = MODELS[name]
+    rows = [
+        {key: each.float() if each.is_floating_point() else each for key, each in row.items()} for row in case.samples
+    ]
+    short = dataclasses.replace(case, samples=rows)
+    reference = step_along(model := case.build(), case.full(model))
+    ours = short.train("apply", (2, 4), tmp_path, model=short.build(torch.float32), bf16=True)
+    assert ours.error(reference.change) < 0.1 and observations.recorded()[-1]["exact"]
+
+
+def test_the_first_window_that_is_cut_is_tried(tmp_path: Path) -> None:
+    """One of a single micro-batch is the stock Trainer's."""
+    case = dataclasses.replace(MODELS["InfoNCE of one's own"], options={"coupled": ("one",)})
+    reference = step_along(model := case.build(), case.full(model))
+    assert case.train("apply", (8, 1), tmp_path).error(reference.change) < TOLERANCE
+    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, 8, 2)]
+    trained = 0
+    with pytest.raises(UnsupportedSetupError, match="cut at one cannot be run"):
+        for steps in (1, 3):
+            of = batches[:1] if steps == 1 else batches[1:]
+            for window in accumulation_windows(of, steps=steps, coupled_loss="exact", **case.options):
+                for batch in window:
+                    with window.micro_batch(model):
+                        window.loss(model, batch).backward()
+                trained += 1
+    assert trained == 1
 
 
 def test_rows_of_several_shapes_are_refused(tmp_path: Path) -> None:
@@ -206,7 +257,7 @@ def test_rows_of_several_shapes_are_refused(tmp_path: Path) -> None:
     rows = sorted(_of_numbers(), key=lambda row: float(row["x"][0]))
     assert float(rows[3]["x"][0]) < 0 < float(rows[-2]["x"][0])
     case = Ragged(Reads, rows, options={"coupled": ("one", "other")})
-    with pytest.raises(ContractError, match="rows of"):
+    with pytest.raises(UnsupportedSetupError, match="pad to a fixed length"):
         case.train("apply", (2, 4), tmp_path)
 
 
@@ -335,8 +386,13 @@ def test_a_loop_goes_on_where_collecting_fails(monkeypatch: pytest.MonkeyPatch, 
     for batch in batches:
         (reference(**batch)["loss"] / len(batches)).backward()
 
-    def fails(*_: Any) -> None:
-        raise RuntimeError("a fault of ours")
+    collect = WholeWindow.collect
+
+    def fails(self: WholeWindow, of: Any, forward: Any) -> None:
+        # What is tried before has two micro-batches at most.
+        if len(of) > 2:
+            raise RuntimeError("a fault of ours")
+        collect(self, of, forward)
 
     monkeypatch.setattr(WholeWindow, "collect", fails)
     model = case.build()

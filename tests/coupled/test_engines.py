@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.utils import gather
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 
 from hf_accum_fix import accumulation_windows
 from hf_accum_fix.coupled import cuts
 from hf_accum_fix.errors import UnsupportedSetupError
-from tests.backends.rows import BACKENDS
+from tests.backends.rows import BACKENDS, Backend
 from tests.backends.trajectory import Trajectory, trained_on
-from tests.coupled.models import MODELS
+from tests.coupled.models import MODELS, Towers
 from tests.numerics.parity import StockRecorder, applied, relative, step_along, training_arguments
 from tests.ranks import on_ranks
 
@@ -34,12 +38,18 @@ def marks_of(row: str) -> list[pytest.MarkDecorator]:
     return [BACKENDS[row].mark, *(() if row in SHOWN else [pytest.mark.thorough])]
 
 
+def _backend(row: str, unit: str) -> Backend:
+    """A row whose units are modules of one class."""
+    backend = BACKENDS[row]
+    if "fsdp_config" not in backend.arguments:
+        return backend
+    # By a model's own list, accelerate may shard an embedding within a unit twice, and ends (FSDP2).
+    units = {**backend.arguments["fsdp_config"], "transformer_layer_cls_to_wrap": unit}
+    return dataclasses.replace(backend, arguments={**backend.arguments, "fsdp_config": units})
+
+
 def _on_a_rank(row: str, path: str, folder: str) -> Trajectory:
-    backend, case = BACKENDS[row], MODELS["SigLIP"]
-    if "fsdp_config" in backend.arguments:
-        # By its own list, accelerate shards the embedding within a unit twice, and ends (FSDP2).
-        units = {**backend.arguments["fsdp_config"], "transformer_layer_cls_to_wrap": "SiglipEncoderLayer"}
-        backend = dataclasses.replace(backend, arguments={**backend.arguments, "fsdp_config": units})
+    backend, case = _backend(row, "SiglipEncoderLayer"), MODELS["SigLIP"]
     samples = [
         {key: each.to(backend.dtype) if each.is_floating_point() else each for key, each in sample.items()}
         for sample in case.samples
@@ -67,7 +77,7 @@ def test_shards(row: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sharded_model_without_a_row_has_to_be_named(tmp_path: Path) -> None:
-    assert all("a sharded model without a row" in refused for refused in on_ranks(_refused, str(tmp_path)))
+    assert all("no module of which is known" in refused for refused in on_ranks(_refused, str(tmp_path)))
 
 
 def _refused(folder: str) -> str:
@@ -78,6 +88,82 @@ def _refused(folder: str) -> str:
         except UnsupportedSetupError as error:
             return str(error)
     return "trained"
+
+
+def _gathered(each: Tensor, how: str) -> Tensor:
+    """The vectors of both ranks, as losses that know of ranks get them."""
+    if how == "accelerate":
+        others = gather(each.detach())
+        rank = dist.get_rank()
+        return torch.cat([others[: rank * len(each)], each, others[(rank + 1) * len(each) :]])
+    return torch.cat(all_gather(each))
+
+
+class _Gathers(Towers):
+    """A model whose loss gathers over ranks itself."""
+
+    how = "torch"
+
+    def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = super().vectors(x, y)
+        return _gathered(one, self.how), _gathered(other, self.how)
+
+
+class _Columns(_Gathers):
+    """One encoder gets all columns in one forward, column by column."""
+
+    def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = self.one(torch.cat([x, F.pad(y, (0, 1))])).chunk(2)
+        return F.normalize(one, dim=-1), F.normalize(other, dim=-1)
+
+
+def _own(kind: type[_Gathers], row: str, convention: str, how: str, named: tuple[str, ...], folder: str) -> Any:
+    """What a rank says, and how far its parameters have moved."""
+    kind.how, backend, case = how, _backend(row, "Sequential"), MODELS["InfoNCE of one's own"]
+    torch.manual_seed(0)
+    model, said = kind().double(), "trained"
+    model.temperature = nn.Parameter(model.temperature.detach()[None])
+    with applied("apply", coupled_loss=convention, coupled=named):
+        try:
+            ours = trained_on(
+                backend,
+                lambda: model,
+                partial(training_arguments, Path(folder), 2, 2, max_grad_norm=1e30),
+                partial(StockRecorder, train_dataset=list(case.samples), data_collator=case.batch),
+            )
+        except UnsupportedSetupError as error:
+            return str(error), float(model.temperature.grad is not None)
+    return said, ours.change
+
+
+@pytest.mark.parametrize(
+    ("row", "how"),
+    [
+        pytest.param("ddp", "torch", marks=pytest.mark.slow),
+        pytest.param("ddp", "accelerate", marks=pytest.mark.slow),
+        pytest.param("fsdp2-argument", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_that_gathers_over_ranks_itself_is_refused(row: str, how: str, tmp_path: Path) -> None:
+    for why, moved in on_ranks(_own, _Gathers, row, "exact", how, ("one", "other"), str(tmp_path), patience=60):
+        assert "runs a collective itself" in why and "coupled_loss='rank'" in why and moved == 0.0
+
+
+@pytest.mark.slow
+def test_a_loss_that_gathers_over_ranks_itself_is_exact_with_each_ranks_window(tmp_path: Path) -> None:
+    case = MODELS["InfoNCE of one's own"]
+    model = case.build()
+    reference = step_along(model, case.full(model))
+    for said, change in on_ranks(_own, _Gathers, "ddp", "rank", "torch", ("one", "other"), str(tmp_path), patience=60):
+        change["temperature"] = change["temperature"][0]
+        assert said == "trained" and relative(change, reference.change) < 1e-12
+
+
+@pytest.mark.slow
+def test_shards_are_tried(tmp_path: Path) -> None:
+    """By loss and vectors: their gradient is the engine's."""
+    for why, moved in on_ranks(_own, _Columns, "fsdp2-argument", "exact", "", ("one",), str(tmp_path), patience=60):
+        assert "in another order" in why and moved == 0.0
 
 
 def test_a_loss_scaler() -> None:
@@ -99,8 +185,6 @@ def test_a_loss_scaler() -> None:
 
 def _run(folder: Path, dropout: float, **given: Any) -> tuple[nn.Module, list[float]]:
     """Three windows of four samples, again and again over the eight."""
-    from tests.coupled.models import Towers
-
     case = MODELS["InfoNCE of one's own, found"]
     torch.manual_seed(0)
     model = Towers(dropout=dropout).double()

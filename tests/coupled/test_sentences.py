@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import hf_accum_fix
 from hf_accum_fix.errors import UnsupportedSetupError
 from tests.cli.processes import ROOT, RUN, environment, start
 from tests.clients.test_sentence_transformers import OBJECTIVES, weights
+from tests.clients.words import prompts_and_answers
 from tests.logged import Said
 from tests.numerics.parity import Trained, relative, train, trainable, training_arguments
 from tests.ranks import on_ranks
@@ -50,29 +51,79 @@ LOSSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 
 
+HARD = "with a hard negative"
+
+
+def hard() -> list[dict[str, str]]:
+    return [{"anchor": row["prompt"], "positive": row["good"], "negative": row["bad"]} for row in prompts_and_answers()]
+
+
+def apart(losses: Any, model: Any) -> Any:
+    """Each column has a forward of its own."""
+    from sentence_transformers.base.losses.merged_forward import column_merging_disabled
+
+    loss = losses.MultipleNegativesRankingLoss(model)
+    loss.forward = column_merging_disabled()(loss.forward)
+    return loss
+
+
+LOSSES["MNRL with a hard negative, columns apart"] = (HARD, apart)
+
+REFUSED: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "MNRL with a hard negative": (HARD, lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
+    "Matryoshka of it": (
+        HARD,
+        lambda losses, model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
+    ),
+    **{
+        kind: ("in-batch negatives", lambda losses, model, kind=kind: getattr(losses, kind)(model))
+        for kind in ("CachedMultipleNegativesRankingLoss", "CachedMultipleNegativesSymmetricRankingLoss")
+    },
+    "Cached, in small forwards": (
+        "in-batch negatives",
+        lambda losses, model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1),
+    ),
+    "Matryoshka of Cached": (
+        "in-batch negatives",
+        lambda losses, model: losses.MatryoshkaLoss(model, losses.CachedMultipleNegativesRankingLoss(model), [16, 8]),
+    ),
+    "CachedGIST": (
+        "in-batch negatives",
+        lambda losses, model: losses.CachedGISTEmbedLoss(model, copy.deepcopy(model)),
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return weights(tmp_path_factory.mktemp("sentences"))
 
 
-def trained(name: str, path: str, cut: tuple[int, int], folder: Path, **options: Any) -> Trained:
+def trained(
+    name: str, path: str, cut: tuple[int, int], folder: Path, given: Mapping[str, Any] | None = None, **options: Any
+) -> Trained:
+    return train(maker(name, cut, folder, **(given or {})), path, **options)
+
+
+def maker(name: str, cut: tuple[int, int], folder: Path, **given: Any) -> Callable[[], Any]:
+    """What makes a trainer of a loss; ``given``: more arguments of its training."""
     import sentence_transformers as st
     from datasets import Dataset
     from sentence_transformers.sentence_transformer import losses
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    objective, loss = LOSSES[name]
-    args = training_arguments(folder, *cut, kind=st.SentenceTransformerTrainingArguments)
+    objective, loss = (LOSSES | REFUSED)[name]
+    args = training_arguments(folder, *cut, kind=st.SentenceTransformerTrainingArguments, **given)
 
     def make() -> Any:
         torch.manual_seed(0)
         encoder = Transformer(str(folder))
         modules = [encoder, Pooling(encoder.get_embedding_dimension())]
         model = st.SentenceTransformer(modules=modules, device="cpu").double()
-        rows = Dataset.from_list([dict(row) for row in OBJECTIVES[objective].rows()])
+        rows = Dataset.from_list([dict(row) for row in (hard() if objective == HARD else OBJECTIVES[objective].rows())])
         return st.SentenceTransformerTrainer(model=model, args=args, train_dataset=rows, loss=loss(losses, model))
 
-    return train(make, path, **options)
+    return make
 
 
 @pytest.mark.parametrize("cut", SPLITS, ids=lambda cut: "x".join(map(str, cut)))
@@ -83,6 +134,20 @@ def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], folder
     assert ours.error(reference.change) < 1e-9 and not said()
     assert ours.losses == [pytest.approx(reference.losses[0], rel=1e-5)]
     assert trained(name, "stock", cut, folder).error(reference.change) > 0.05
+
+
+@pytest.mark.parametrize("prompts", [None, {"anchor": "ask: ", "positive": "say: ", "negative": "say: "}])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_exact_is_refused_before_the_first_step(
+    name: str, prompts: dict[str, str] | None, folder: Path
+) -> None:
+    trainer = maker(name, (4, 2), folder, **({"prompts": prompts} if prompts else {}))()
+    before = trainable(trainer.model)
+    why = "other rows from the model, call 2, or in another order" if "Cached" not in name else "Cached loss|call "
+    with hf_accum_fix.apply(coupled_loss="exact"), pytest.raises(UnsupportedSetupError, match=why):
+        trainer.train()
+    assert relative(trainable(trainer.model), before) == 0.0
+    assert trainer.state.global_step == 0 and not any(p.grad is not None for p in trainer.model.parameters())
 
 
 def _on_a_rank(name: str, cut: tuple[int, int], folder: str) -> dict[str, torch.Tensor]:
