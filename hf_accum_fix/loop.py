@@ -305,7 +305,7 @@ def accumulation_windows(
         steps: G; None: the accelerator's ``gradient_accumulation_steps``.
         options: of `Options`, by name: ``contract`` (required for a custom loss),
             ``drop_duplicates`` (a micro-batch of repeated samples alone is run and counts nothing), ``router_loss``,
-            ``per_sample``, ``accumulate_in``.
+            ``accumulate_in``.
 
     Raises:
         SeamError: if the accelerator lacks an attribute that is used.
