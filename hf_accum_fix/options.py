@@ -21,7 +21,7 @@ _ON: Final = ("1", "on", "true", "yes")
 _OFF: Final = ("0", "off", "false", "no")
 
 #: The conventions of `hf_accum_fix.router.router_loss`, as strings, so that importing this needs no torch.
-ROUTER_LOSSES: Final = ("mean", "window", "exact")
+ROUTER_LOSSES: Final = ("mean", "exact")
 
 #: Over which samples a loss that couples them is computed: see `hf_accum_fix.coupled`.
 COUPLED_LOSSES: Final = ("micro-batch", "rank", "exact")
@@ -92,7 +92,7 @@ class Options:
         drop_duplicates: drop the samples that accelerate repeats at the end of an epoch to give every rank equally
             many; off, because stock counts them twice.
         router_loss: the load-balancing loss of a mixture of experts: "mean", over micro-batches and ranks;
-            "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
+            "exact", over the whole global batch, by one more forward.
         coupled_loss: over which samples a loss that couples them (in-batch negatives) is computed: "micro-batch", its
             own; "rank", those of the window on each rank; "exact", of the window on all ranks; by one more forward.
         coupled: for coupled_loss, the modules with one vector per sample; (): those listed for its class, or found.

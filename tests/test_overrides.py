@@ -463,7 +463,6 @@ def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
         ("compute_loss_func", {"compute_loss_func": shifted_cross_entropy}, {}),
         ("balance_windows", {}, {"balance_windows": True}),
         ("drop_duplicates", {}, {"drop_duplicates": True}),
-        ("router_loss='window'", {}, {"router_loss": "window"}),
         ("coupled_loss", {}, {"coupled_loss": "rank"}),
     ],
 )

@@ -171,7 +171,7 @@ class LossContract:
         if not isinstance(self.reduction, Reduction):
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
-        if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
+        if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.MEAN):
             raise ContractError(f"got a loss that {self.reduction.words}, without items; expected items=Items(...)")
 
     def weighted_router_loss(self, outputs: Any) -> Tensor | None:
@@ -300,7 +300,7 @@ class LossContract:
     @property
     def by_number(self) -> bool:
         """Whether the loss divides by num_items_in_batch."""
-        return self.reduction in (Reduction.NUMBER, Reduction.INTEGER)
+        return self.reduction is Reduction.NUMBER
 
     @property
     def depends_on_number(self) -> bool:

@@ -121,7 +121,6 @@ def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor
         return f"is a sum of {len(terms)} terms"
     assert rule is not None
     term, count = terms[0], items[rule] if reduction is Reduction.MEAN else part.mean
-    count = count.floor() if reduction is Reduction.INTEGER else count
     if not term.readable:
         # A custom autograd function cannot be read.
         is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)

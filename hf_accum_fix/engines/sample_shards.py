@@ -63,7 +63,6 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
         "coupled_loss": options.coupled_loss != "micro-batch",
         "balance_windows": bool(options.balance_windows),
         "drop_duplicates": options.drop_duplicates,
-        "router_loss='window'": options.router_loss == "window",
     }
     if found := [what for what, is_asked in asked.items() if is_asked]:
         raise UnsupportedSetupError(

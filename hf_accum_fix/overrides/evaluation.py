@@ -92,7 +92,7 @@ def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContr
         return contract, "its batches have several tasks, each with its own loss"
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
         return contract, "the loss has several terms, each a mean over its own items"
-    has_mean = contract.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
+    has_mean = contract.reduction in (Reduction.NUMBER, Reduction.MEAN)
     return contract, "" if has_mean else f"the loss {contract.reduction.words} ({contract.reason})"
 
 

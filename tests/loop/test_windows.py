@@ -366,8 +366,7 @@ def test_a_skipped_backward_is_said(said: Said) -> None:
     [
         (Reduction.SUM, "mean", True),
         (Reduction.SUM, "sum", False),
-        (Reduction.INTEGER, "mean", True),
-        (Reduction.INTEGER, "integer", False),
+        (Reduction.NUMBER, "integer", True),
         (Reduction.NUMBER, "mean", True),
         (Reduction.MEAN, "sum", False),
     ],
