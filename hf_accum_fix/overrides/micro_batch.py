@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.preserve import overridden
@@ -35,7 +33,7 @@ from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
-from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.stock_scale import announce_first_loss
@@ -47,12 +45,9 @@ from hf_accum_fix.overrides.trainer_facts import (
     scales_itself,
 )
 from hf_accum_fix.overrides.unobserved import divides_by, weigh_by_divisor
-from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: Cached at import: the look-up costs more than a micro-batch.
-_LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
 #: Methods between a micro-batch and the base's loss.
 _BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
 
@@ -177,7 +172,6 @@ class MicroBatch:
             overridden(session, "base_loss", self.base_loss),
             overridden(session.trainer, "compute_loss", self.compute_loss),
             overridden(self._engine, "backward", self.backward),
-            self._reduced_in_the_last(),
             session.adding(self._model, len(window.batches), window.done + 1),
         ):
             yield
@@ -333,15 +327,3 @@ class MicroBatch:
         except AccumFixError as error:
             self.session.refused = error
             raise
-
-    def _reduced_in_the_last(self) -> AbstractContextManager[None]:
-        """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""
-        if not _LAST_NOT_REDUCED or self.session.world_size == 1:
-            return nullcontext()
-        if not isinstance(self._model, DistributedDataParallel):
-            raise UnsupportedSetupError(
-                f"got transformers {transformers.__version__}, which does not reduce the last micro-batch's gradients, "
-                f"under {type(self._model).__name__}; expected DistributedDataParallel, where it can be corrected; "
-                "install 4.46.3"
-            )
-        return overridden(self._model, "require_backward_grad_sync", self.is_last)

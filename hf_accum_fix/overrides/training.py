@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,6 +26,7 @@ from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_save
 from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself, is_custom, parallel_size
+from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import CUTS, LOSS_LOG
@@ -352,4 +354,9 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
         )
     if getattr(trainer, "use_apex", False):
         raise UnsupportedSetupError(f"got apex in {name}, which bypasses accelerate; expected torch's bf16 or fp16")
+    if trainer.args.world_size > 1 and is_present("last-micro-batch-not-reduced", transformers.__version__):
+        raise UnsupportedSetupError(
+            f"got transformers {transformers.__version__} on {trainer.args.world_size} ranks, which it synchronises in "
+            "every micro-batch but the last; expected another release; install 4.46.3"
+        )
     return off
