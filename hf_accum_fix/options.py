@@ -21,7 +21,7 @@ _ON: Final = ("1", "on", "true", "yes")
 _OFF: Final = ("0", "off", "false", "no")
 
 #: The conventions of `hf_accum_fix.router.router_loss`, as strings, so that importing this needs no torch.
-ROUTER_LOSSES: Final = ("mean", "window", "exact")
+ROUTER_LOSSES: Final = ("mean", "exact")
 
 #: Over which samples a loss that couples them is computed: see `hf_accum_fix.coupled`.
 COUPLED_LOSSES: Final = ("micro-batch", "rank", "exact")
@@ -92,13 +92,11 @@ class Options:
         drop_duplicates: drop the samples that accelerate repeats at the end of an epoch to give every rank equally
             many; off, because stock counts them twice.
         router_loss: the load-balancing loss of a mixture of experts: "mean", over micro-batches and ranks;
-            "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
+            "exact", over the whole global batch, by one more forward.
         coupled_loss: over which samples a loss that couples them (in-batch negatives) is computed: "micro-batch", its
             own; "rank", those of the window on each rank; "exact", of the window on all ranks; by one more forward.
         coupled: for coupled_loss, the modules with one vector per sample; (): those listed for its class, or found.
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
-        per_sample: train the mean of sample means: every sample has the same weight, however many targets it has;
-            off, because stock weights every target equally.
         accumulate_in: the dtype that sums gradients of 16-bit parameters: "parameter", their own, as torch does;
             "float32", 4 more bytes per parameter; "compensated", two 16-bit numbers, 2 more bytes.
         prove_every: check in every so many windows, from the first on, that the gradient which autograd delivered is
@@ -133,7 +131,6 @@ class Options:
     balance_windows: bool | BalanceOptions = field(
         default=False, metadata=_about("length-balance the micro-batches of a window")
     )
-    per_sample: bool = field(default=False, metadata=_about("train the mean of sample means", of_loops=True))
     accumulate_in: str = field(
         default="parameter",
         metadata=_about("of gradients of 16-bit parameters", choices=ACCUMULATE_IN, of_loops=True),
@@ -153,24 +150,22 @@ class Options:
                 f'got allow_foreign={names!r}; expected a tuple of "module.qualname" strings, such as '
                 'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
             )
-        for switch in ("eval_loss", "drop_duplicates", "per_sample"):
+        for switch in ("eval_loss", "drop_duplicates"):
             if not isinstance(getattr(self, switch), bool):
                 raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
         if isinstance(self.prove_every, bool) or not isinstance(self.prove_every, int) or self.prove_every < 0:
             raise OptionsError(
                 f"got prove_every={self.prove_every!r}; expected a number of windows, or 0 for the first one alone"
             )
-        if self.per_sample and self.contract is not None:
-            raise OptionsError("got per_sample=True and a contract; expected only one of them; omit the contract")
         modules = self.coupled
         if not isinstance(modules, tuple) or not all(isinstance(name, str) for name in modules):
             raise OptionsError(
                 f"got coupled={modules!r}; expected a tuple of module names, such as coupled=('text_projection',)"
             )
-        weights = self.contract is not None or self.per_sample or self.drop_duplicates
+        weights = self.contract is not None or self.drop_duplicates
         if self.coupled_loss != "micro-batch" and weights:
             raise OptionsError(
-                f"got coupled_loss={self.coupled_loss!r} with a contract, per_sample or drop_duplicates, which weight "
+                f"got coupled_loss={self.coupled_loss!r} with a contract or drop_duplicates, which weight "
                 "samples; expected only one of them"
             )
         for option in fields(self):

@@ -8,7 +8,7 @@ The parts, each of them other recipes' functions:
 
     overhead        apply() and stock, in turns: a micro-batch, a step, the waits of the host (overhead.py)
     speed           length-balanced windows, stock and batch_rebalance, a 1B Llama, bfloat16 autocast (window_speed.py)
-    router_loss     "window" and "exact" against "mean": a small Mixtral (router_loss_cost.py)
+    router_loss     "exact" against "mean": a small Mixtral (router_loss_cost.py)
     accumulate_in   "float32" and "compensated" against "parameter": a bfloat16 Llama
     sweep           the LLaVA sweep, 128 samples a step: stock, hotfix, apply() (llava_sweep.py)
 

@@ -32,6 +32,8 @@ from hf_accum_fix.upstream.seams import TESTED_RELEASES
 
 WORLD_SIZES = (1, 2)
 OURS = ("apply", "trainer")
+#: How the reason begins where ours refuses a release.
+REFUSED = "UnsupportedSetupError"
 
 #: Environments are made one at a time: pip's cache is shared.
 _MAKING = Lock()
@@ -45,7 +47,7 @@ class Summary:
         stock: worst relative error of the stock step; None if none could be run.
         ours: worst of patch and subclass; None if none could be run.
         within: whether every one of ours is within its tolerance.
-        why: the first reason of the cells that could not be run.
+        why: the first reason of the cells that could not be run; of a refusal it is no failure.
         convention: whether the reference is a convention (router losses), so that it is never called exact.
     """
 
@@ -57,9 +59,9 @@ class Summary:
 
     def words(self) -> str:
         """Stock and ours as a cell of the table."""
-        if self.ours is None:
-            return "not runnable"
         stock = "fails" if self.stock is None else f"{self.stock:.0e}" if self.stock < 1e-3 else f"{self.stock:.2g}"
+        if self.ours is None:
+            return f"{stock} / refused" if (self.why or "").startswith(REFUSED) else "not runnable"
         return f"{stock} / {'' if self.within else '**'}{self.ours:.0e}{'' if self.within else '**'}"
 
 
@@ -157,8 +159,9 @@ def _summary(rows: Sequence[dict[str, Any]]) -> Summary:
     stock = [row["error"] for row in rows if row["path"] == "stock" and row["error"] is not None]
     ours = [row for row in rows if row["path"] in OURS]
     errors = [row["error"] for row in ours if row["error"] is not None]
-    # A head that this release cannot run is not our failure; one that stock runs and we do not is.
-    runnable = [row for row in ours if row["error"] is not None or stock]
+    # A head that this release cannot run is not our failure; one that stock runs and we neither run nor refuse is.
+    known = [row for row in ours if not (row["why"] or "").startswith(REFUSED)]
+    runnable = [row for row in known if row["error"] is not None or stock]
     return Summary(
         stock=max(stock, default=None),
         ours=max(errors, default=None),

@@ -1,11 +1,11 @@
-"""What a router loss balances: one small mixture of experts, several domains, four conventions.
+"""What a router loss balances: one small mixture of experts, several domains, three conventions.
 
     python recipes/router_loss.py                                     # some 10 minutes on a core
     accelerate launch --num_processes 2 recipes/router_loss.py        # the same on several ranks
 
 A Mixtral is trained from one start on the same samples in the same order, in micro-batches of two: by the stock Trainer
-(which adds the router loss of every micro-batch undivided), and with apply(router_loss=...) as "mean", "window" and
-"exact". Every few steps it is run on a held-out batch of all domains at once: the loss of its tokens, its
+(which adds the router loss of every micro-batch undivided), and with apply(router_loss=...) as "mean" and "exact".
+Every few steps it is run on a held-out batch of all domains at once: the loss of its tokens, its
 load-balancing loss over that whole batch, and how much a token's expert reveals about its domain (mutual information
 [bits], mean over layers). A loss that balances inside every micro-batch asks each pair of samples to fill
 all experts; one that balances over the global batch lets a domain have its own.
@@ -32,7 +32,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCall
 
 import hf_accum_fix
 
-CONVENTIONS = ("stock", "mean", "window", "exact")
+CONVENTIONS = ("stock", "mean", "exact")
 DOMAINS, WORDS, EXPERTS, TOP_K, LAYERS = 4, 24, 8, 2, 3
 VOCABULARY = 4 + DOMAINS * WORDS
 LENGTHS = (12, 48)

@@ -1,9 +1,9 @@
-"""What router_loss="window" and "exact" cost: one small Mixtral trained under each convention, in turns.
+"""What router_loss="exact" costs: one small Mixtral trained under each convention, in turns.
 
     OMP_NUM_THREADS=1 python recipes/router_loss_cost.py              # some 5 minutes on a core
     python recipes/router_loss_cost.py --rounds 0                     # no clocks: forwards and operations, in seconds
 
-Four runs make a round: mean, mean again, window, exact; each round begins with another of them. The figures are the
+Three runs make a round: mean, mean again, exact; each round begins with another of them. The figures are the
 least processor time and the median time of an optimizer step in each run, and their ratios to the first mean run of the
 round. "mean again" is the noise: a ratio means something only where it lies outside it. The first three steps, in
 which the loss is observed, are left out. Forwards and operations of a step are counted, not timed.
@@ -31,7 +31,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import hf_accum_fix
 
-MODES = ("mean", "mean again", "window", "exact")
+MODES = ("mean", "mean again", "exact")
 SIZE = Size(width=256, layers=4, length=192, steps=6)
 #: Windows in which the loss is observed, and which are left out.
 LOOKED_AT = 3
@@ -103,7 +103,7 @@ def table(counted: dict[str, dict[str, float]], rounds: list[dict[str, dict[str,
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of four runs (default: 8); 0: count only")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of three runs (default: 8); 0: count only")
     parser.add_argument("--output", type=Path, default=Path("router_loss_cost"), help="a new folder")
     options = parser.parse_args(argv)
     if options.rounds < 0:

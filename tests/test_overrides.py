@@ -25,8 +25,10 @@ from hf_accum_fix.core.count import count_window
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides import training
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
+from hf_accum_fix.upstream.defects import is_present
 from tests.cli.processes import python
 from tests.logged import Said
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy
@@ -457,13 +459,23 @@ def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_release_that_does_not_reduce_the_last_micro_batch_is_refused_on_several_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "is_present", lambda name, _: is_present(name, "4.46.2"))
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
+    training.check_setup(trainer)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with pytest.raises(UnsupportedSetupError, match=r"install 4\.46\.3"):
+        training.check_setup(trainer)
+
+
 @pytest.mark.parametrize(
     ("what", "held", "options"),
     [
         ("compute_loss_func", {"compute_loss_func": shifted_cross_entropy}, {}),
         ("balance_windows", {}, {"balance_windows": True}),
         ("drop_duplicates", {}, {"drop_duplicates": True}),
-        ("router_loss='window'", {}, {"router_loss": "window"}),
         ("coupled_loss", {}, {"coupled_loss": "rank"}),
     ],
 )

@@ -171,7 +171,7 @@ class LossContract:
         if not isinstance(self.reduction, Reduction):
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
-        counts = self.items is not None or self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
+        counts = self.items is not None or self.reduction in (Reduction.NUMBER, Reduction.MEAN)
         if counts and not isinstance(self.items, Items):
             words = f"a loss that {self.reduction.words}, with items={self.items!r}"
             raise ContractError(f"got {words}; expected items=Items(...), such as Items(('labels',))")
@@ -302,7 +302,7 @@ class LossContract:
     @property
     def by_number(self) -> bool:
         """Whether the loss divides by num_items_in_batch."""
-        return self.reduction in (Reduction.NUMBER, Reduction.INTEGER)
+        return self.reduction is Reduction.NUMBER
 
     @property
     def depends_on_number(self) -> bool:

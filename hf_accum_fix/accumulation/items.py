@@ -16,8 +16,8 @@ over its own ``n`` items is multiplied by ``n / n_mean``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from torch import Tensor
 
 from hf_accum_fix.errors import ContractError
 
-#: Of a micro-batch whose samples lie on several ranks: the sample of each of its positions, and the targets of every
-#: sample on all of them.
-WHOLE: Final = "hf_accum_fix: whole samples"
 #: Inputs whose leading dimension is the number of samples, most reliable first.
 _SAMPLE_KEYS = ("labels", "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 
@@ -80,7 +77,6 @@ class Items:
         block: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones;
             (2, 3), the reference texts after both. None: all rows.
         given: the input is the number of items itself, a number or a tensor of one.
-        per_sample: the items are the samples with a target, all of one weight (see `per_sample`).
         mix: the items are a weighted sum of other counts (boxes, and queries without one).
     """
 
@@ -92,7 +88,6 @@ class Items:
     entry: str | None = None
     block: tuple[int, int] | None = None
     given: bool = False
-    per_sample: bool = False
     mix: tuple[tuple[float, Items], ...] = ()
 
     def __post_init__(self) -> None:
@@ -160,35 +155,9 @@ class Items:
             return torch.full((), number, dtype=count_dtype(device), device=device)
         else:
             found = self.targets(inputs)
-            if self.per_sample and WHOLE in inputs:
-                # The parts of a sample are 1 together.
-                found = self.sample_weights(inputs)
-            elif self.per_sample:
-                found = self._by_sample(inputs, found)[1] > 0
             return found.sum(dtype=count_dtype(device or found.device)).to(device)
         device = device or torch.device("cpu")
         return torch.full((), rows, dtype=count_dtype(device), device=device)
-
-    def sample_weights(self, inputs: Mapping[str, Any]) -> Tensor:
-        """1 / the targets of its sample for each target, else 0; shaped like the counted input."""
-        targets = self.targets(inputs)
-        samples, counts = self._by_sample(inputs, targets)
-        return targets / counts[samples].clamp(min=1)
-
-    def _by_sample(self, inputs: Mapping[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sample of each position, shaped like ``targets``, and the targets of every sample, 1-dim."""
-        if WHOLE in inputs:
-            samples, counts = inputs[WHOLE]
-            return samples, counts
-        most = targets[:1].numel() + 1
-        starts = torch.arange(0, len(targets) * most, most, device=targets.device)
-        samples = starts.view(-1, *[1] * (targets.ndim - 1)).expand_as(targets)
-        positions = inputs.get("position_ids")
-        if isinstance(positions, Tensor) and positions.shape == targets.shape:
-            # A packed row: its samples begin at position 0.
-            samples = samples + (positions == 0).cumsum(dim=1)
-        counts = torch.zeros(len(targets) * most, dtype=count_dtype(targets.device), device=targets.device)
-        return samples, counts.scatter_add(0, samples.flatten(), targets.flatten().to(counts.dtype))
 
     def with_target(self, inputs: Mapping[str, Any], count: Tensor | None = None) -> dict[str, Any]:
         """The inputs with one dummy target where there is none; ``count``: its items, if known.
@@ -223,8 +192,6 @@ class Items:
             return "samples"
         if self.given:
             return f"{self.keys[0]!r}"
-        if self.per_sample:
-            return f"samples, by {replace(self, per_sample=False)}"
         words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]
         words.append("elements" if self.ignore_index is None else f"other than {self.ignore_index}")
         words.append(f"where {self.mask!r} is set" if self.mask else "")

@@ -9,7 +9,6 @@ class Reduction(str, Enum):
     """What a loss does with the items of its micro-batch."""
 
     NUMBER = "number"
-    INTEGER = "integer"
     MEAN = "mean"
     SUM = "sum"
     PLAIN = "plain"
@@ -23,7 +22,6 @@ class Reduction(str, Enum):
 
 _PREDICATES = {
     "number": "divides by num_items_in_batch",
-    "integer": "divides by num_items_in_batch, rounded down",
     "mean": "is the mean over its own items",
     "sum": "is a sum",
     "plain": "is averaged over micro-batches",

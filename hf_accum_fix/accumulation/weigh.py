@@ -25,7 +25,6 @@ from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.loss_graph import Term, read, without_nothing
 from hf_accum_fix.accumulation.nodes import has_several_outputs, is_parameter, on_host
 from hf_accum_fix.accumulation.part import Number, Part, differ
-from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.values import Captured, Values
 
 
@@ -79,10 +78,6 @@ def weigh(
         captured: of its forward.
     """
     contract, left, zero_weight = part.contract, part.remaining_divisor, isinstance(inputs, ZeroWeightBatch)
-    if (rule := contract.items) is not None and rule.per_sample:
-        # The sum of sample means over n_mean samples.
-        part.note(0, *(0.0, 0.0) if zero_weight else (rule.count(inputs, part.device), items[rule]))
-        return _ready(sum_of_samples(loss, rule, inputs), math.inf if zero_weight else part.means[rule], part)
     if part.is_whole and not zero_weight and not any(each.divides_itself for each in contract.terms):
         return _ready(loss, left, part)
     if contract.keeps_scale:
@@ -126,7 +121,6 @@ def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor
         return f"is a sum of {len(terms)} terms"
     assert rule is not None
     term, count = terms[0], items[rule] if reduction is Reduction.MEAN else part.mean
-    count = count.floor() if reduction is Reduction.INTEGER else count
     if not term.readable:
         # A custom autograd function cannot be read.
         is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)

@@ -13,7 +13,6 @@ from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, Lo
 from hf_accum_fix.accumulation.declared import is_compiled
 from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import MADE_LATER, Host
 from hf_accum_fix.core.state import LossState
@@ -109,8 +108,6 @@ def _observe_on_all_ranks(host: Host, loss: LossState, batches: Sequence[Any], n
     assert found is not None
     if loss.contract is not None and not loss.contract.yields_to(found):
         return
-    if host.options.per_sample:
-        found = by_sample(found)
     if host.world_size == 1 or not host.readable:
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()

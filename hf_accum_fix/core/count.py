@@ -67,7 +67,6 @@ def count_window(
     known = (losses.knows(task_of(batch), state.opened) for batch in batches)
     asks = several and (losses.reconsiders or not all(known))
     zero, rules = host.zero, _rules_of(losses.contracts)
-    host.share_samples(batches)
     routing, error = count_routing(host, batches, error)
     each, totals = nothing = list[Counts](), [zero] * sum(map(len, rules))
     try:
@@ -151,8 +150,7 @@ def _count(
     losses, by_batch, totals = host.state.losses, dict[int, Counts](), list[Tensor]()
     for contract, its in zip(losses.contracts, rules, strict=True):
         held = [batch for batch in batches if len(rules) == 1 or losses.contract_of(batch) is contract]
-        counted = [host.with_whole(batch, batch) for batch in held]
-        each, sums = count_by_rules(its, counted, host.device, several_ranks=strict)
+        each, sums = count_by_rules(its, held, host.device, several_ranks=strict)
         totals += sums
         by_batch |= {id(batch): found for batch, found in zip(held, each, strict=True)}
     return [by_batch[id(batch)] for batch in batches], totals

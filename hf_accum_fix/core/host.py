@@ -17,7 +17,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
-from hf_accum_fix.accumulation.items import WHOLE, ZeroWeightBatch, count_dtype
+from hf_accum_fix.accumulation.items import count_dtype
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.core.state import ALWAYS, TrainingState
@@ -30,9 +30,8 @@ from hf_accum_fix.engines.sample_shards import (
     have_other_samples,
     is_cut,
     measured_divisor,
-    whole_samples,
 )
-from hf_accum_fix.errors import BY_DESIGN, ContractError
+from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -129,7 +128,6 @@ class Host(ABC):
         self.repeated: dict[str, Any] = {}
         self.warned: set[str] = set()
         self.passes_number = False
-        self._whole: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def cuts_samples(self) -> bool:
@@ -159,34 +157,6 @@ class Host(ABC):
             measured = partial(measured_divisor, self.accelerator, self.data_ranks)
             divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
             self.over_ranks = divisor / self.data_ranks
-
-    def share_samples(self, batches: Sequence[Any]) -> None:
-        """Before a window of cut samples is counted by sample: learn what other ranks hold of them, by a collective."""
-        if self.weighs_cut_samples:
-            assert self.contract is not None and self.contract.items is not None
-            every = whole_samples(self.contract.items, batches, self.accelerator)
-            self._whole = dict(zip(map(id, batches), every, strict=False))
-
-    @property
-    def weighs_cut_samples(self) -> bool:
-        """Whether items are samples of which other ranks hold parts."""
-        items = None if self.contract is None else self.contract.items
-        return items is not None and items.per_sample and self.cuts_samples
-
-    def with_whole(self, batch: Any, inputs: Any) -> Any:
-        """The inputs of a micro-batch, with what its count and its loss need of its samples on other ranks.
-
-        Raises:
-            ContractError: if it is not of the open window, or other ranks have other micro-batches.
-        """
-        if not self.weighs_cut_samples or isinstance(inputs, ZeroWeightBatch):
-            return inputs
-        if id(batch) not in self._whole:
-            raise ContractError(
-                "per_sample: got a micro-batch of cut samples whose other parts are not known; expected what was "
-                "fetched, and equally many on every rank; hand on the batch itself, or drop the rest"
-            )
-        return {**inputs, WHOLE: self._whole[id(batch)]}
 
     def check_shift(self) -> None:
         """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""

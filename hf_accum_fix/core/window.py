@@ -78,7 +78,7 @@ class Window:
                 return items
         self.copied = True
         part = self.part_of(batch)
-        return count_by_rules(part.contract.rules, [self.host.with_whole(batch, batch)], part.device)[0][0]
+        return count_by_rules(part.contract.rules, [batch], part.device)[0][0]
 
     def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
         """Weight the loss of a micro-batch before its backward.
@@ -86,7 +86,7 @@ class Window:
         A window whose first micro-batch is unlike the prediction is counted again, which may run its forwards.
         ``inputs``: of its forward; a `ZeroWeightBatch` counts nothing.
         """
-        part, inputs = self.part_of(batch), self.host.with_whole(batch, inputs)
+        part = self.part_of(batch)
         weighed = weigh(loss, part, inputs, self.items_of(batch), captured)
         if part.is_unlike and self._counted_again(part, captured):
             weighed.unhook()

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.items import Items, count_dtype
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
@@ -64,7 +63,6 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
         "coupled_loss": options.coupled_loss != "micro-batch",
         "balance_windows": bool(options.balance_windows),
         "drop_duplicates": options.drop_duplicates,
-        "router_loss='window'": options.router_loss == "window",
     }
     if found := [what for what, is_asked in asked.items() if is_asked]:
         raise UnsupportedSetupError(
@@ -157,36 +155,6 @@ def _hash_of(batches: Sequence[Any]) -> int:
         for value in each.values() if isinstance(each, Mapping) else ():
             if isinstance(value, Tensor):
                 found = crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, found)
-    return found
-
-
-def whole_samples(rule: Items, batches: Sequence[Any], accelerator: Any) -> list[tuple[Tensor, Tensor]]:
-    """The sample of each position of cut micro-batches, and the targets of every sample on all ranks that share it.
-
-    One collective among these ranks, of a byte a position. In a packed row a sample begins where ``position_ids`` are
-    0, under Ulysses; under context parallelism a row is one sample, since it attends to whole rows. The list is empty
-    if the ranks have micro-batches of different sizes.
-    """
-    group, marks = _sharing(accelerator), list[Tensor]()
-    for batch in batches:
-        targets, positions = rule.targets(batch), batch.get("position_ids")
-        packs = axis_size(accelerator, "sp") > 1 and isinstance(positions, Tensor) and positions.shape == targets.shape
-        marks.append(targets + 2 * (positions == 0) if packs else targets.long())
-    sent = torch.cat([torch.zeros(0, dtype=torch.uint8), *(each.flatten().byte().cpu() for each in marks)])
-    every: list[Any] = [None] * dist.get_world_size(group)
-    # Of any length: a rank may be without a window.
-    dist.all_gather_object(every, sent, group=group)
-    if len({len(each) for each in every}) > 1:
-        return []
-    pieces = [torch.split(each, [mark.numel() for mark in marks]) for each in every]
-    found = []
-    for mark, of_ranks in zip(marks, zip(*pieces, strict=True), strict=True):
-        whole = torch.cat([each.view_as(mark) for each in of_ranks], dim=1).to(mark.device).long()
-        most, own, place = whole.shape[1] + 1, mark.shape[1], dist.get_rank(group)
-        samples = torch.arange(len(whole), device=whole.device).unsqueeze(1) * most + (whole // 2).cumsum(dim=1)
-        counts = torch.zeros(len(whole) * most, dtype=count_dtype(whole.device), device=whole.device)
-        counts.scatter_add_(0, samples.flatten(), (whole % 2).flatten().to(counts.dtype))
-        found.append((samples[:, place * own : (place + 1) * own], counts))
     return found
 
 

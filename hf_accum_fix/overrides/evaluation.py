@@ -10,7 +10,6 @@ classifier); here the model gets no number, and returns its own mean.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, sample_count
-from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.core.contracts import settle
@@ -58,7 +56,7 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
         loss, real = result[0], _real_rows(trainer, inputs)
         counted = dict(inputs) if real is None else _without_filling(rule, inputs, real)
-        if own_func or real is not None or contract.has_router_loss or rule.per_sample:
+        if own_func or real is not None or contract.has_router_loss:
             with torch.no_grad():
                 loss, outputs = loss_alone(trainer, model, counted or dict(inputs))
             router = contract.weighted_router_loss(outputs)
@@ -94,7 +92,7 @@ def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContr
         return contract, "its batches have several tasks, each with its own loss"
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
         return contract, "the loss has several terms, each a mean over its own items"
-    has_mean = contract.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
+    has_mean = contract.reduction in (Reduction.NUMBER, Reduction.MEAN)
     return contract, "" if has_mean else f"the loss {contract.reduction.words} ({contract.reason})"
 
 
@@ -137,9 +135,5 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
         if custom is not None and hands_number(custom):
             # It may need one; if it multiplies by W, the number is W times this count.
             given["num_items_in_batch"] = number * (session.data_ranks if contract.takes_world_size else 1)
-    by_sample = rule is not None and rule.per_sample
-    with torch.enable_grad() if by_sample else nullcontext(), trainer.accelerator.autocast():
-        loss, outputs = session.loss_in_training(custom, model, inputs, number, **given)
-        if rule is not None and by_sample:
-            loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs, session.device)
-    return loss if torch.is_grad_enabled() or not by_sample else loss.detach(), outputs
+    with trainer.accelerator.autocast():
+        return session.loss_in_training(custom, model, inputs, number, **given)

@@ -15,27 +15,26 @@ A custom ``training_step`` that never calls the base's may change the loss after
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
+from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed
-from hf_accum_fix.core.backward import made_of
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
-from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.stock_scale import announce_first_loss
@@ -47,12 +46,9 @@ from hf_accum_fix.overrides.trainer_facts import (
     scales_itself,
 )
 from hf_accum_fix.overrides.unobserved import divides_by, weigh_by_divisor
-from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: Cached at import: the look-up costs more than a micro-batch.
-_LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
 #: Methods between a micro-batch and the base's loss.
 _BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
 
@@ -93,9 +89,9 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
     with micro_batch.running():
         result = wrapped(*args, **kwargs)
     loss = micro_batch.end()
-    if session.unfiltered:
-        # Not earlier: whoever reads the arguments as training begins has to see the user's.
-        trainer.args.logging_nan_inf_filter = False
+    if loss is not None and session.reads_are_free and not math.isfinite(loss):
+        words = "the loss of a micro-batch is not finite; logging_nan_inf_filter=False logs it as it is"
+        session.warn_once("not finite", f"step {trainer.state.global_step}: {words}")
     return result if loss is None else loss
 
 
@@ -177,7 +173,6 @@ class MicroBatch:
             overridden(session, "base_loss", self.base_loss),
             overridden(session.trainer, "compute_loss", self.compute_loss),
             overridden(self._engine, "backward", self.backward),
-            self._reduced_in_the_last(),
             session.adding(self._model, len(window.batches), window.done + 1),
         ):
             yield
@@ -287,7 +282,7 @@ class MicroBatch:
         is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
         if is_news or keeps_scale:
             # On the loss since ``compute_loss`` returned it.
-            factor = float(made_of(passed, (self._node,))[0])
+            factor = _times(passed, self._node)
         if is_news:
             announce = partial(announce_first_loss, self.session, window, self.part, factor * steps / divides)
             self.session.contained("reporting a loss", announce, None)
@@ -334,14 +329,8 @@ class MicroBatch:
             self.session.refused = error
             raise
 
-    def _reduced_in_the_last(self) -> AbstractContextManager[None]:
-        """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""
-        if not _LAST_NOT_REDUCED or self.session.world_size == 1:
-            return nullcontext()
-        if not isinstance(self._model, DistributedDataParallel):
-            raise UnsupportedSetupError(
-                f"got transformers {transformers.__version__}, which does not reduce the last micro-batch's gradients, "
-                f"under {type(self._model).__name__}; expected DistributedDataParallel, where it can be corrected; "
-                "install 4.46.3"
-            )
-        return overridden(self._model, "require_backward_grad_sync", self.is_last)
+
+def _times(loss: Tensor, node: Any) -> float:
+    """What a loss multiplies one of its nodes by."""
+    factors = [factor for term in read(loss, (node,)) if term.leaf is node for factor in term.factors]
+    return math.prod(float(1 / each.value if each.divides else each.value) for each in factors)

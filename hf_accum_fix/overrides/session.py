@@ -66,8 +66,6 @@ class Session(Host):
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
         busy: running overrides, so that a nested call passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
-        unfiltered: losses that are not finite are logged, which upstream's filter would replace.
-        logged: the loss was logged in this step.
         context_parallel: its step would cut samples.
     """
 
@@ -83,8 +81,6 @@ class Session(Host):
     uncounted: list[Any] | None = None
     busy: frozenset[str] = frozenset()
     refused: AccumFixError | None = None
-    unfiltered = False
-    logged = False
     context_parallel = False
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:

@@ -7,7 +7,7 @@ rank gets the same F and the same denominator,
 
 whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `items` again. T is known
 before the first forward, F is not: a router depends on the layers below it. So `EXACT` runs the window once without
-gradient; `WINDOW` takes for F what this rank has counted so far; `MEAN` leaves the library's own function alone.
+gradient; `MEAN` leaves the library's own function alone.
 
 In a hand-written loop, ``forward(inputs)`` is the loss of a micro-batch, by the model inside DistributedDataParallel
 where nothing is trained:
@@ -27,7 +27,7 @@ where nothing is trained:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -48,10 +48,6 @@ from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 _SHIFT: Final = 1000.0
 _NO_WEIGHT: Final = 1e-9
 
-#: Inputs that give the number of tokens at the routers: masks by their sum, the others by their size.
-_MASKS: Final = ("attention_mask", "decoder_attention_mask")
-_TOKENS: Final = ("input_ids", "decoder_input_ids", "labels", "position_ids")
-
 #: (inputs) -> loss, 0-dim: one forward as training makes it.
 Forward = Callable[[Any], Tensor]
 
@@ -60,12 +56,10 @@ class Convention(str, Enum):
     """Which load-balancing loss a global batch has."""
 
     MEAN = "mean"
-    WINDOW = "window"
     EXACT = "exact"
 
     def __str__(self) -> str:
-        words = {"mean": "the mean over micro-batches and ranks", "window": "by the running counts of the window"}
-        return words.get(self.value, "of the whole global batch")
+        return "of the whole global batch" if self is Convention.EXACT else "the mean over micro-batches and ranks"
 
 
 # --- recognising the loss --------------------------------------------------------------------------------------
@@ -77,15 +71,11 @@ class Pool:
 
     Attributes:
         experts: E.
-        routers: how many are pooled.
-        given: what the function gets of each, "logits" or "probabilities".
-        counted_from: the input that gives the number of their tokens; None: none does.
+        given: what the function gets of each router, "logits" or "probabilities".
     """
 
     experts: int
-    routers: int
     given: str
-    counted_from: str | None
 
 
 @dataclass(frozen=True)
@@ -137,7 +127,7 @@ class RouterLoss:
     Attributes:
         convention: the one requested.
         form: what was recognised of the model's own loss; None before the first window.
-        shares: F [E] of each pool in the last window settled; empty without one, and under `Convention.WINDOW`.
+        shares: F [E] of each pool in the last window settled; empty without one.
         moved: largest share of a micro-batch's routing that differed in the second pass, 0-dim; None: not compared.
         without_gradient: whether the router logits of a training pass had no graph, so that their loss trains nothing.
     """
@@ -151,7 +141,6 @@ class RouterLoss:
         self._counts: list[bool] = []
         self._first_pass: list[list[Tally]] = []
         self._mean_tokens: list[Tensor] = []
-        self._running: list[Tensor] = []
         self._called = 0
         self._failed: Exception | None = None
         self._swap = Swap()
@@ -247,18 +236,15 @@ class RouterLoss:
         weight = (losses[1] - losses[0]) / _SHIFT
         if abs(weight) < _NO_WEIGHT:
             return Form()
-        pools = tuple(_pool(call, inputs, given) for call, (given, _) in zip(calls, forms, strict=True))
-        if self.convention is Convention.WINDOW and any(pool.counted_from is None for pool in pools):
-            reason = "none of the inputs gives the number of tokens at the routers"
-            return Form(pools, weight, f'{reason}; router_loss="exact" counts them')
-        return Form(pools, weight)
+        found = zip(calls, forms, strict=True)
+        return Form(tuple(Pool(len(call.tally(given).counts), given) for call, (given, _) in found), weight)
 
     def count(
         self, forward: Forward, window: Sequence[Any], model: nn.Module, device: torch.device, world_size: int
     ) -> Tensor:
         """This rank's numbers, [sum of E + 1 over the pools], to sum over the ranks and pass to `settle`.
 
-        Under `EXACT` every micro-batch runs once without gradient, unless the window is one micro-batch on one rank.
+        Every micro-batch runs once without gradient, unless the window is one micro-batch on one rank.
         ``forward`` has no DistributedDataParallel around the model, whose buffers are restored.
         """
         self.forget()
@@ -268,18 +254,6 @@ class RouterLoss:
             return self.nothing(device)
         self._swap.look()
         numbers = [torch.zeros(pool.experts + 1, dtype=count_dtype(device), device=device) for pool in pools]
-        if self.convention is Convention.WINDOW:
-            self._running = [torch.zeros_like(each) for each in numbers]
-            for inputs in (each for each, counts in zip(window, self._counts, strict=True) if counts):
-                for pool, number in zip(pools, numbers, strict=True):
-                    tokens = _token_count(pool.counted_from, inputs)
-                    if tokens is None:
-                        raise ContractError(
-                            f"got a micro-batch with {sorted(inputs)}; expected a tensor {pool.counted_from!r}, which "
-                            'counts the router\'s tokens; add it, or use router_loss="exact"'
-                        )
-                    number[-1] += pool.routers * tokens
-            return torch.cat(numbers)
         with same_draws(model, device):
             for inputs in window:
                 self._first_pass.append([])
@@ -307,7 +281,7 @@ class RouterLoss:
 
     def forget(self) -> None:
         """Forget the last window, so that micro-batches have the model's own loss."""
-        self._first_pass, self._running, self.shares, self._mean_tokens, self._failed = [], [], [], [], None
+        self._first_pass, self.shares, self._mean_tokens, self._failed = [], [], [], None
 
     def nothing(self, device: torch.device) -> Tensor:
         """Zeros: the numbers of a rank without micro-batches."""
@@ -326,8 +300,7 @@ class RouterLoss:
         for part in torch.split(numbers, [pool.experts + 1 for pool in self.form.pools]):
             tokens = part[-1].clamp(min=1)
             self._mean_tokens.append(tokens / (micro_batches * world_size))
-            if self.convention is Convention.EXACT:
-                self.shares.append(part[:-1] / tokens)
+            self.shares.append(part[:-1] / tokens)
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[None]:
@@ -348,18 +321,11 @@ class RouterLoss:
             raise _other_calls(place + 1, len(self.form.pools))
         seen = call.tally(self.form.pools[place].given)
         self.without_gradient |= torch.is_grad_enabled() and not seen.probabilities.requires_grad
-        if self.convention is Convention.WINDOW:
-            if self._counts[index]:
-                self._running[place] = self._running[place] + seen.numbers().to(self._running[place])
-            counts, tokens = self._running[place][:-1], self._running[place][-1]
-            shares = counts / tokens.clamp(min=1)
-        else:
-            shares = self.shares[place]
-            # Without a first pass where it failed on this rank, which the others have not heard of yet.
-            if self._first_pass:
-                self._compare(seen, self._first_pass[index][place])
+        # Without a first pass where it failed on this rank, which the others have not heard of yet.
+        if self._first_pass:
+            self._compare(seen, self._first_pass[index][place])
         device = seen.probabilities.device
-        return self._counts[index] * seen.loss(shares.to(device), self._mean_tokens[place].to(device))
+        return self._counts[index] * seen.loss(self.shares[place].to(device), self._mean_tokens[place].to(device))
 
     def _compare(self, second: Tally, first: Tally) -> None:
         with torch.no_grad():
@@ -373,20 +339,3 @@ def _other_calls(found: int, wanted: int) -> ContractError:
         f"got {found} calls of {FUNCTION} in one micro-batch; expected {wanted}, as in the "
         'first one; use router_loss="mean"'
     )
-
-
-def _pool(call: Call, inputs: Any, given: str) -> Pool:
-    gates, seen = call.gates, call.tally(given)
-    assert gates is not None
-    names = _TOKENS if call.arguments.get("attention_mask") is None else _MASKS
-    counts = ((name, _token_count(name, inputs)) for name in names)
-    found = (name for name, count in counts if count is not None and float(count) * len(gates) == float(seen.tokens))
-    return Pool(len(seen.counts), len(gates), given, next(found, None))
-
-
-def _token_count(name: str | None, inputs: Any) -> Tensor | int | None:
-    """The number of tokens by one input, a mask by its sum; no device sync."""
-    value = inputs.get(name) if isinstance(inputs, Mapping) else None
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return None
-    return value.sum() if name in _MASKS else value.numel()

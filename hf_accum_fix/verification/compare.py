@@ -130,22 +130,8 @@ def _off(error: float, words: str) -> Verdict:
 
 def _router(split: Split, run: DryRun) -> tuple[Gradient, float]:
     """This rank's gradient and value of the router loss, by the convention in training."""
-    scene, trained, batches = split.scene, run.router, split.micro_batches()
-    if run.convention is Convention.EXACT:
-        return scene.router([scene.collate(list(scene.every))])
-    if trained is None or run.convention is Convention.MEAN:
-        return scene.router(batches)
-    # Running counts depend on the split, so compare them with themselves.
-    trainer = scene.trainer
-    numbers = trained.count(_never, batches, trainer.model, trainer.args.device, scene.world_size)
-    if scene.world_size > 1:
-        numbers = trainer.accelerator.reduce(numbers, reduction="sum")
-    trained.settle(numbers, len(batches), scene.world_size)
-    return scene.router(batches, trained.micro_batch)
-
-
-def _never(_: Any) -> Any:
-    raise AssertionError("the running counts need no forward")
+    scene, whole = split.scene, run.convention is Convention.EXACT
+    return scene.router([scene.collate(list(scene.every))] if whole else split.micro_batches())
 
 
 def _rounded_off(split: Split, gradient: Gradient) -> float | None:

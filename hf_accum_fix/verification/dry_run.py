@@ -19,7 +19,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_accum_fix.engines.engine import is_deepspeed, is_sharded
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.router.router_loss import Convention, RouterLoss
+from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.reference import Split
@@ -56,18 +56,13 @@ class DryRun(NamedTuple):
         gradient: at the optimizer step; None: the step was not called.
         loss: the loss that this rank would log.
         steps_run: number of micro-batches trained.
-        router: the load-balancing loss in training; None: the model's own, unchanged.
+        convention: of the load-balancing loss in training.
     """
 
     gradient: list[Tensor | None] | None
     loss: float
     steps_run: int
-    router: RouterLoss | None
-
-    @property
-    def convention(self) -> Convention:
-        """Of the load-balancing loss in training."""
-        return Convention.MEAN if self.router is None else self.router.in_force
+    convention: Convention
 
 
 class KeepGradient(torch.optim.Optimizer):
@@ -180,9 +175,10 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     take(parameters)  # Those of micro-batches after the last step.
     if not shards:
         vars(trainer)[_WRAPPED] = actor.model_wrapped
-    router = getattr(actor.__dict__.get(SESSION), "router", None)
+    session = actor.__dict__.get(SESSION)
+    convention = Convention.MEAN if session is None else session.router.in_force
     kept = split.scene.in_order(optimizer.reached) if isinstance(optimizer, AtTheStep) else optimizer.kept
-    return DryRun(kept, float(sum(losses)), len(losses), router)
+    return DryRun(kept, float(sum(losses)), len(losses), convention)
 
 
 def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:

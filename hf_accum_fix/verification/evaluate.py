@@ -34,7 +34,7 @@ def evaluate(
         return (), "eval_loss was not compared: the engine would shard the model"
     if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (), f"eval_loss was not compared: got {type(dataset).__name__}; expected one data set with a length"
-    if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
+    if scene.contract.reduction not in (Reduction.NUMBER, Reduction.MEAN):
         return (), f"eval_loss was not compared: the loss {scene.contract.reduction.words}"
     first = range(min(count, len(dataset)))
     rows = dataset.select(first) if hasattr(dataset, "select") else _Fresh(dataset[place] for place in first)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -205,18 +204,15 @@ class Scene:
             own if more is None else more for own, more in zip(taken, sums, strict=True)
         ]
 
-    def router(
-        self, micro_batches: Sequence[Any], share: Callable[[int], AbstractContextManager[object]] = nullcontext
-    ) -> tuple[list[Tensor | None], float]:
+    def router(self, micro_batches: Sequence[Any]) -> tuple[list[Tensor | None], float]:
         """Gradient and value of the router loss by its convention: the mean over this rank's micro-batches.
 
-        A single one with the whole global batch gives the exact loss. ``share``: a context for each forward, by index.
+        A single one with the whole global batch gives the exact loss.
         """
         total = 0.0
-        for index, inputs in enumerate(micro_batches):
+        for inputs in micro_batches:
             seed(0)
-            with share(index):
-                _, router = self.losses(inputs)
+            _, router = self.losses(inputs)
             assert router is not None
             part = router / len(micro_batches)
             torch.autograd.backward(part)

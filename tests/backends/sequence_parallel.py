@@ -117,7 +117,6 @@ def plain_sgd(
     windows: Sequence[Sequence[dict[str, Tensor]]],
     max_norm: float,
     smoothing: float = 0.0,
-    per_sample: bool = False,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Change of the parameters, losses and norms of SGD over global batches, in float64."""
     exact = copy.deepcopy(model).double()
@@ -127,11 +126,6 @@ def plain_sgd(
         logits = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
         logits, labels = logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-        if per_sample:
-            each = nn.functional.cross_entropy(logits, labels, reduction="none")
-            begun = (batch["position_ids"] == 0).cumsum(dim=1) + 100 * torch.arange(len(rows)).unsqueeze(1)
-            of_samples = [(begun[:, 1:].flatten() == one) & (labels != -100) for one in begun.unique()]
-            loss = torch.stack([each[its].mean() for its in of_samples if its.any()]).mean()
         exact.zero_grad()
         loss.backward()
         losses.append(float(loss.detach()))
@@ -203,9 +197,7 @@ def under_ulysses(
             unset_hf_deepspeed_config()
 
 
-def loop_under_ulysses(
-    stage: int, ranks: int, split: tuple[int, int], per_sample: bool = False, *, stock: bool = False
-) -> Cut:
+def loop_under_ulysses(stage: int, ranks: int, split: tuple[int, int], *, stock: bool = False) -> Cut:
     """Two windows of a loop of one's own, its accelerator as a user makes it."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, GradientState
@@ -213,7 +205,7 @@ def loop_under_ulysses(
     (b, steps), model = split, llama()
     rows = samples(RAGGED, 2 * ranks // CUT * b * steps)
     windows = [of_window(rows, ranks, split, at, True) for at in range(2)]
-    change, losses, _ = plain_sgd(model, windows, UNCLIPPED, per_sample=per_sample)
+    change, losses, _ = plain_sgd(model, windows, UNCLIPPED)
     start, logged = trainable(model), []
     unset_hf_deepspeed_config()
     with variables(LAUNCHED_DEEPSPEED), registered():
@@ -235,7 +227,7 @@ def loop_under_ulysses(
                     optimizer.step()
                     optimizer.zero_grad()
         else:
-            for window in accumulation_windows(loader, live, per_sample=per_sample):
+            for window in accumulation_windows(loader, live):
                 for batch in window:
                     with window.micro_batch(engine):
                         live.backward(window.loss(engine, batch))
@@ -248,9 +240,7 @@ def loop_under_ulysses(
     return Cut(relative(found, change), 0.0, 0.0 if stock else furthest(logged, losses), None, {})
 
 
-def loop_under_context(
-    ranks: int, split: tuple[int, int], cuts_itself: bool, per_sample: bool = False, epochs: int = 1
-) -> Cut:
+def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool, epochs: int = 1) -> Cut:
     """Two windows of a loop of one's own under context parallelism.
 
     ``cuts_itself``: in accelerate's context, too; ``epochs``: 1, or 2 of one window.
@@ -261,7 +251,7 @@ def loop_under_context(
     (b, steps), model, attention = split, llama(), OverRanks()
     rows = samples(RAGGED, 2 * ranks // CUT * b * steps // epochs)
     windows = [of_window(rows, ranks, split, at, False) for at in range(2 // epochs)] * epochs
-    change, losses, _ = plain_sgd(model, windows, UNCLIPPED, per_sample=per_sample)
+    change, losses, _ = plain_sgd(model, windows, UNCLIPPED)
     start, logged = trainable(model), []
     with variables(launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")), attention.installed():
         for state in (AcceleratorState, GradientState, PartialState):
@@ -274,7 +264,7 @@ def loop_under_context(
         loader: Any = DataLoader(rows, batch_size=b, collate_fn=stacked)  # type: ignore[arg-type]
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
         engine, optimizer, loader = live.prepare(model, optimizer, loader)
-        every = accumulation_windows(loader, live, per_sample=per_sample)
+        every = accumulation_windows(loader, live)
         for window in itertools.chain.from_iterable(itertools.repeat(every, epochs)):
             for batch in window:
                 own = {

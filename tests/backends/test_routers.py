@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import tempfile
 import traceback
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,21 +42,16 @@ MIXTRAL = with_coefficient(replace(HEADS["mixtral"], samples=domains(), router=C
 RUNS = (
     *(("exact", split, "trainer") for split in SPLITS),
     ("exact", SPLITS[0], "loop"),
-    ("window", SPLITS[0], "trainer"),
     ("mean", SPLITS[0], "trainer"),
 )
 
 
-def along_twin(convention: str, per_device: int, backend: Backend = BACKENDS["ddp"]) -> Trajectory:
+def along_twin(backend: Backend = BACKENDS["ddp"]) -> Trajectory:
     """Plain SGD along the twin's loss, in the precision of a backend."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         outputs = model(**batch)
-        mask = batch["attention_mask"]
-        if convention == "window":
-            router = running_balance(outputs["router_logits"], mask, per_device)
-        else:
-            router = balance(outputs["router_logits"], TOP_K, mask)
+        router = balance(outputs["router_logits"], TOP_K, batch["attention_mask"])
         return outputs["loss"] - COEFFICIENT * outputs["aux_loss"] + COEFFICIENT * router
 
     with in_precision_of(backend):
@@ -66,26 +60,6 @@ def along_twin(convention: str, per_device: int, backend: Backend = BACKENDS["dd
 
 def in_precision_of(backend: Backend) -> AbstractContextManager[Any]:
     return InFloat64() if backend.dtype is torch.float64 else nullcontext()
-
-
-def running_balance(router_logits: Sequence[Tensor], mask: Tensor, per_device: int) -> Tensor:
-    """``E sum_i F_i Q_i`` with F of what a rank has routed in the window so far, and Q of the global batch."""
-    rows, width = mask.shape
-    logits = torch.stack(list(router_logits)).double().view(len(router_logits), rows, width, -1)
-    experts = logits.shape[-1]
-    probabilities = logits.softmax(-1) * mask[None, :, :, None]
-    chosen = (
-        nn.functional.one_hot(logits.topk(TOP_K, dim=-1).indices, experts).sum(dim=-2).double() * mask[None, :, :, None]
-    )
-
-    def micro_batches(each: Tensor) -> Tensor:
-        return each.sum(dim=(0, 2)).view(rows // per_device, per_device, experts).sum(dim=1)
-
-    counts, sums = micro_batches(chosen), micro_batches(probabilities)
-    tokens = counts.sum(dim=1, keepdim=True) / TOP_K
-    # Every second micro-batch is the other rank's.
-    shares = [counts[rank::2].cumsum(dim=0) / tokens[rank::2].cumsum(dim=0) for rank in range(2)]
-    return experts * sum((shares[rank] * sums[rank::2]).sum() for rank in range(2)) / tokens.sum()
 
 
 def taken(backend: Backend, convention: str, split: tuple[int, int], by: str, folder: Path) -> Trajectory:
@@ -104,11 +78,9 @@ def without_router_loss() -> Trajectory:
 
 def row(case: str) -> list[dict[str, Any]]:
     """Three steps under each convention, beside plain SGD along a twin of the formula in float64."""
-    runs, none, folder = [], without_router_loss(), Path(tempfile.gettempdir()) / "routers"
+    runs, none, wanted, folder = [], without_router_loss(), along_twin(), Path(tempfile.gettempdir()) / "routers"
     for convention, split, by in RUNS:
         pass_over_imports()
-        formula = "window" if convention == "window" else "exact"
-        wanted = along_twin(formula, split[0])
         run: dict[str, Any] = {"convention": convention, "split": split, "by": by}
         runs.append(run)
         try:
@@ -119,7 +91,7 @@ def row(case: str) -> list[dict[str, Any]]:
             continue
         # Of what the router's loss adds to the steps; the floor is the formula's in the backend's precision.
         run["error"] = found.error(wanted) / none.error(wanted)
-        run["floor"] = along_twin(formula, split[0], BACKENDS[case]).error(wanted) / none.error(wanted)
+        run["floor"] = along_twin(BACKENDS[case]).error(wanted) / none.error(wanted)
         run["loss"] = furthest(found.losses, wanted.losses)
     return runs
 
@@ -135,11 +107,7 @@ def test_the_routers_loss_is_that_of_the_global_batch(case: str, rows: Any) -> N
     runs = rows[case]
     assert not [run for run in runs if "raised" in run], case
     ours = [run for run in runs if run["convention"] != "mean"]
-    assert {(run["convention"], run["by"]) for run in ours} == {
-        ("exact", "trainer"),
-        ("exact", "loop"),
-        ("window", "trainer"),
-    }
+    assert {(run["convention"], run["by"]) for run in ours} == {("exact", "trainer"), ("exact", "loop")}
     for run in ours:
         # A float32 backend is held to what float32 makes of the same formula.
         assert run["error"] <= max(FLOAT64, 2 * run["floor"]), run

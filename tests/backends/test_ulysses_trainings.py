@@ -56,8 +56,6 @@ ASKED: dict[str, dict[str, Any]] = {
         "reference": partial(cut.plain_sgd, smoothing=0.2),
     },
     "packed documents": {},
-    "means of samples": {"per_sample": True, "reference": partial(cut.plain_sgd, per_sample=True)},
-    "means of packed documents": {"per_sample": True, "reference": partial(cut.plain_sgd, per_sample=True)},
 }
 
 

@@ -206,7 +206,7 @@ def errors_of() -> dict[str, float]:
     """On each rank: the errors of the auxiliary gradient."""
     return {
         f"{convention} {size}": sft_error(convention, size, ranks=2)[0]
-        for convention in ("mean", "window", "exact")
+        for convention in ("mean", "exact")
         for size in TWO_RANK_SIZES
     }
 
@@ -228,10 +228,9 @@ def test_exact_is_the_full_batch(config: dict[str, Any], size: int) -> None:
 
 
 @pytest.mark.slow
-def test_mean_is_trls_own_and_window_is_neither() -> None:
-    stock, mean, window = (sft_error(convention, 4)[0] for convention in ("stock", "mean", "window"))
+def test_mean_is_trls_own() -> None:
+    stock, mean = (sft_error(convention, 4)[0] for convention in ("stock", "mean"))
     assert mean == stock > 0.3
-    assert 0.1 < window < stock
 
 
 def test_without_the_term_nothing_more_is_run() -> None:
@@ -246,7 +245,7 @@ def test_two_ranks() -> None:
     errors = on_ranks(errors_of, timeout=800)[0]
     for size in TWO_RANK_SIZES:
         assert errors[f"exact {size}"] <= TWIN
-        assert min(errors[f"mean {size}"], errors[f"window {size}"]) > 0.05
+        assert errors[f"mean {size}"] > 0.05
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_a_whole_name_is_one_modules() -> None:
 
 def test_what_weights_samples_does_not_go_with_it() -> None:
     with pytest.raises(OptionsError, match="expected only one of them"):
-        Options(coupled_loss="exact", per_sample=True)
+        Options(coupled_loss="exact", drop_duplicates=True)
     with pytest.raises(OptionsError, match="a tuple of module names"):
         Options(coupled="one")  # type: ignore[arg-type]
 

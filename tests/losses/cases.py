@@ -587,25 +587,20 @@ def of_samples(s: Seen) -> Tensor:
     return torch.stack(s.each_row).mean()
 
 
-PER_SAMPLE: list[Case] = [
-    attack(
-        f"9-{name}",
-        EITHER,
-        full(of_samples),
-        holding(loss),
-        several(1),
-        trainer,
-        looped=trainer is StockRecorder,
-        options={"per_sample": True},
-        right=(SINGLES,),
-        whole=False,
-    )
-    for name, loss, trainer in [
-        ("own", tokens, own(tokens)),
-        ("own-early", early, own(early)),
-        ("model", tokens, StockRecorder),
-        ("model-early", early, StockRecorder),
-    ]
+def sample_means(s: Seen) -> Tensor:
+    losses, valid = s.each_token
+    return ((losses * valid).sum(1) / valid.sum(1)).mean()
+
+
+def sample_means_or_zero(s: Seen) -> Tensor:
+    """A text without a target counts as one of loss 0."""
+    losses, valid = s.each_token
+    return ((losses * valid).sum(1) / valid.sum(1).clamp(min=1)).mean()
+
+
+SAMPLE_MEANS = [
+    *in_both("9-sample-means", EXACT, sample_means, cuts=THREE, right=EVEN),
+    *in_both("9-or-zero", EXACT, sample_means_or_zero, windows=several(2, two_unlabelled), cuts=THREE, right=EVEN),
 ]
 
 
@@ -1652,9 +1647,9 @@ SCALED = [
 
 
 CASES: list[Case] = [
-    *ONE_OVER_G, *CACHED, *STOPPED, *LEARNT, *SIZES, *UNSEEN, *READERS, *UNLABELLED, *PER_SAMPLE, *BY_NUMBER, *ROWS,
-    *LATER, *EARLY, *STATE, *TWO_STEPS, *GROWING, *NEARLY_EVEN, *SOME_HOLD, *EQUAL, *EASY, *ZERO, *READABLE, *NO_SUMS,
-    *ANSWERS, *SCALED,
+    *ONE_OVER_G, *CACHED, *STOPPED, *LEARNT, *SIZES, *UNSEEN, *READERS, *UNLABELLED, *SAMPLE_MEANS, *BY_NUMBER,
+    *ROWS, *LATER, *EARLY, *STATE, *TWO_STEPS, *GROWING, *NEARLY_EVEN, *SOME_HOLD, *EQUAL, *EASY, *ZERO, *READABLE,
+    *NO_SUMS, *ANSWERS, *SCALED,
 ]  # fmt: skip
 
 
@@ -1700,7 +1695,11 @@ def _two_heads(name: str, loss: Loss) -> runs.Case:
 
 
 TWO_RANKS: Mapping[Verdict, list[runs.Case]] = {
-    EXACT: [_on_two("both", both), _on_two("checkpoint", beside_classes(checkpointed(False)))],
+    EXACT: [
+        _on_two("both", both),
+        _on_two("checkpoint", beside_classes(checkpointed(False))),
+        _on_two("sample-means", sample_means),
+    ],
     GRADIENT: [
         _on_two("detached", with_detached),
         _two_heads("detached-head", lambda s: s.tokens + by_other(s).classes.detach()),

@@ -98,7 +98,7 @@ def cost(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
-def test_four_conventions_are_trained_looked_at_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_conventions_are_trained_looked_at_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = load("router_loss", known_as="recipes_router_loss")
     output = tmp_path / "out"
     short = ["--steps", "2", "--every", "1", "--accumulate", "4", "--samples", "32"]
@@ -120,11 +120,10 @@ def test_four_conventions_are_trained_looked_at_and_drawn(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_the_window_costs_no_forward_and_exact_one_more(cost: ModuleType) -> None:
+def test_exact_costs_one_forward_more(cost: ModuleType) -> None:
     """Of the layers of the recipe's model, narrow ones, since the width changes no count."""
     cost.SIZE = replace(cost.SIZE, width=32, length=24)
-    mean, window, exact = (cost.count(mode) for mode in ("mean", "window", "exact"))
+    mean, exact = (cost.count(mode) for mode in ("mean", "exact"))
     # Four micro-batches.
-    assert (mean["forwards"], window["forwards"], exact["forwards"]) == (4, 4, 8)
-    assert window["operations"] <= 1.02 * mean["operations"]
+    assert (mean["forwards"], exact["forwards"]) == (4, 8)
     assert exact["operations"] <= 1.5 * mean["operations"]

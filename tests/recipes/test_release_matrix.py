@@ -59,6 +59,13 @@ def test_a_cell_of_ours_that_is_off_or_fails_where_stock_runs_is_not_within(
     assert words in matrix.table(summaries)
 
 
+def test_a_release_that_is_refused_is_no_failure(matrix: ModuleType, tmp_path: Path) -> None:
+    ours = [cell(path, None, why="UnsupportedSetupError: got transformers 4.46.2") for path in ("apply", "trainer")]
+    write(matrix, tmp_path, "4.46.2", [cell("stock", 0.95), *ours])
+    summaries = matrix.summarise(["4.46.2"], tmp_path)
+    assert summaries["4.46.2", 2, "llama"].within and "0.95 / refused" in matrix.table(summaries)
+
+
 def test_what_a_release_cannot_run_at_all_says_why(matrix: ModuleType, tmp_path: Path) -> None:
     write(matrix, tmp_path, "4.41.0", [cell(path, None) for path in ("stock", "apply", "trainer")])
     summaries = matrix.summarise(["4.41.0"], tmp_path)

@@ -10,7 +10,7 @@ from tests.numerics.parity import pass_over_imports
 from tests.ranks import join, on_ranks
 from tests.router.conventions import FAMILIES, InFloat64, auxiliary, token_share, twin
 
-CONVENTIONS = ("stock", "mean", "window", "exact")
+CONVENTIONS = ("stock", "mean", "exact")
 
 
 def row(case: str, ranks: int) -> dict[str, Any]:

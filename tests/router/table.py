@@ -24,7 +24,6 @@ CONVENTIONS = {
     "stock": "the installed Trainer",
     "mean": "mean over micro-batches: TRL, and `mean`",
     "token share": "by share of targets: unsloth, ms-swift",
-    "window": "running counts: `window`",
     "exact": "`exact`",
 }
 

@@ -89,15 +89,14 @@ def test_a_loop_of_ones_own(convention: Convention) -> None:
     assert router.depends_on_split == (convention is not Convention.EXACT)
 
 
-@pytest.mark.parametrize("convention", ["window", "exact"])
-def test_a_micro_batch_without_weight_changes_nothing(convention: str) -> None:
+def test_a_micro_batch_without_weight_changes_nothing() -> None:
     """A rank without a sample of its own left runs one that counts nothing; the others then weigh more."""
     model = MIXTRAL.build().train()
     window = pieces(MIXTRAL, 16)
     repeated = [window[0], ZeroWeightBatch(window[0]), window[1], ZeroWeightBatch(window[1])]
     with InFloat64():
-        wanted, _ = looped(model, window, convention)
-        found, _ = looped(model, repeated, convention)
+        wanted, _ = looped(model, window, "exact")
+        found, _ = looped(model, repeated, "exact")
     assert apart(found, wanted) <= TWIN
 
 
@@ -189,8 +188,8 @@ def test_the_identical_function_comes_back(modeling: Any) -> None:
 # --- what is recognised ------------------------------------------------------------------------------------------
 
 
-def recognised(model: nn.Module, inputs: Batch, convention: str = "exact") -> Form:
-    return RouterLoss(Convention(convention)).recognise(loss_of(model), inputs, model, CPU)
+def recognised(model: nn.Module, inputs: Batch) -> Form:
+    return RouterLoss(Convention.EXACT).recognise(loss_of(model), inputs, model, CPU)
 
 
 def squares(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> Tensor:
@@ -218,7 +217,7 @@ def test_a_form_is_told_by_what_it_does(
     model = MIXTRAL.build().train()
     inputs = pieces(MIXTRAL, 4)[0]
     form = recognised(model, inputs)
-    assert form.recognised and form.pools[0].given == "logits" and form.pools[0].counted_from == "attention_mask"
+    assert form.recognised and form.pools[0].given == "logits"
     monkeypatch.setattr(modeling, FUNCTION, function)
     form = recognised(model, inputs)
     assert form.recognised == told and bool(form.refusal) != told
@@ -242,23 +241,6 @@ def test_a_loss_without_targets_settles_nothing() -> None:
     inputs = pieces(MIXTRAL, 4)[0]
     form = recognised(MIXTRAL.build().train(), {**inputs, "labels": torch.full_like(inputs["labels"], -100)})
     assert not form.settled
-
-
-def test_the_window_needs_an_input_that_tells_the_tokens() -> None:
-    model: Any = MIXTRAL.build().train()
-    inputs = dict(pieces(MIXTRAL, 4)[0])
-    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
-    assert recognised(model, inputs, "window").recognised
-    inputs = {key: value for key, value in inputs.items() if key != "attention_mask"}
-    assert recognised(model, inputs, "window").pools[0].counted_from == "labels"
-    inputs["labels"] = nn.functional.pad(inputs["labels"], (0, 1), value=-100)
-
-    def forward(batch: Batch) -> Tensor:
-        return model(**{**batch, "labels": batch["labels"][:, :-1]})["loss"]
-
-    form = RouterLoss(Convention.WINDOW).recognise(forward, inputs, model, CPU)
-    assert "gives the number of tokens" in form.refusal
-    assert RouterLoss(Convention.EXACT).recognise(forward, inputs, model, CPU).recognised
 
 
 def test_another_number_of_calls_is_refused() -> None:

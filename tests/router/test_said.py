@@ -92,8 +92,8 @@ def test_logits_without_a_graph_are_said_to_train_nothing(said: Said) -> None:
     assert len(said("trains nothing")) == 1
 
 
-def test_the_option_is_one_of_three() -> None:
-    with pytest.raises(OptionsError, match="'mean', 'window', 'exact'"):
+def test_the_option_is_one_of_two() -> None:
+    with pytest.raises(OptionsError, match="'mean', 'exact'"):
         hf_accum_fix.apply(router_loss="global")
     assert hf_accum_fix.active_handle() is None
     assert tuple(convention.value for convention in Convention) == ROUTER_LOSSES
@@ -104,12 +104,12 @@ def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
         session = step(head, convention, 4, COEFFICIENT).trainer.__dict__[SESSION]
         return bool(session.router_loss_depends_on_split)
 
-    assert [answer(MIXTRAL, convention) for convention in ("mean", "window", "exact")] == [True, True, False]
+    assert [answer(MIXTRAL, convention) for convention in ("mean", "exact")] == [True, False]
     assert not answer(HEADS["llama"], "mean") and not answer(HEADS["llama"], "exact")
 
 
 def test_a_loop_needs_the_models_own_loss_and_a_convention_there_is() -> None:
-    with pytest.raises(OptionsError, match="'mean', 'window', 'exact'"):
+    with pytest.raises(OptionsError, match="'mean', 'exact'"):
         accumulation_windows([], steps=2, router_loss="best")
     contract = LossContract(Reduction.MEAN, Items(("labels",)))
     batches = [{"labels": torch.ones(1, 3, dtype=torch.long)}] * 2

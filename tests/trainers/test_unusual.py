@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-import hf_accum_fix
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.part import Part
@@ -20,7 +19,7 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
 from tests.losses.models import texts
 from tests.losses.seen import Mean, class_weighted, holding
-from tests.numerics.heads import Batch, Head, seeded
+from tests.numerics.heads import Head, seeded
 from tests.numerics.heads.detection import LW_DETR
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import boxes, images
@@ -58,28 +57,15 @@ ON_RANKS = [
 ]
 
 
-def sample_means(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over samples, each by the mean over its own targets."""
-    return torch.stack([model(**WEIGHTED.batch([sample]))["loss"] for sample in MEANS.head.samples]).mean()
-
-
-MEANS = runs.Case("sample-means", Head("mean", seeded(Mean), texts()), Ordered, loss=sample_means)
-
-
 def rows_of() -> list[dict[str, Any]]:
-    """On each rank: what became of each of `ON_RANKS`, and of sample means."""
-    # Before there are ranks.
-    wanted = runs.full_batch(MEANS)
+    """On each rank: what became of each of `ON_RANKS`."""
     join(PATIENCE)
     rows = []
     for case in ON_RANKS:
         pass_over_imports()
         patched = run(case, (2, 2), "apply", steps=3, learning_rate=0.05, ddp_backend="gloo")
         rows.append({"raised": patched.raised and repr(patched.raised), "exact": patched.exact})
-    pass_over_imports()
-    with hf_accum_fix.apply(per_sample=True):
-        means = run(MEANS, (2, 2), "stock", ddp_backend="gloo")
-    return [*rows, {"raised": None, "exact": means.exact, "error": means.error(wanted)}]
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +75,8 @@ def rows() -> list[dict[str, Any]]:
 
 def test_a_rank_that_leaves_micro_batches_out_is_not_waited_for(rows: list[dict[str, Any]]) -> None:
     """The items of class weights are counted in the loss call, and summed over ranks as a window ends."""
-    *found, _ = rows
-    assert [row["raised"] for row in found] == [None] * len(ON_RANKS)
-    assert [row["exact"] for row in found] == [case.right for case in ON_RANKS]
-
-
-def test_sample_means_are_exact_on_two_ranks(rows: list[dict[str, Any]]) -> None:
-    """A sample's weights add up to 1 but for the last digits."""
-    *_, means = rows
-    assert means["error"] <= runs.FLOOR and means["exact"]
+    assert [row["raised"] for row in rows] == [None] * len(ON_RANKS)
+    assert [row["exact"] for row in rows] == [case.right for case in ON_RANKS]
 
 
 def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:

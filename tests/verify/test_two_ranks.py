@@ -93,7 +93,6 @@ def test_the_training_that_follows_is_undisturbed(reports: dict[str, Any]) -> No
 SAMPLES = FAMILIES["Mixtral"].samples[:8]
 WORDS = {
     "mean": "the router's loss the mean over micro-batches and ranks, by convention",
-    "window": "the router's loss by the running counts of the window, by convention",
     "exact": "the router's loss of the whole global batch",
 }
 
