@@ -122,7 +122,7 @@ class AccumulationWindow:
             RankError: if the ranks' dataloaders ended at different times, or another rank failed.
         """
         host, window = self._host, self._counted(model, next(iter(model.parameters())).device)
-        part, batch = window.part_of(batch), self._as_its_own(batch)
+        part, batch = window.part, self._as_its_own(batch)
         contract = part.contract
         inputs = batch if host.coupled is None else host.coupled.inputs(batch)
         with host.around_forward(max(self._begun - 1, 0)):
@@ -151,7 +151,7 @@ class AccumulationWindow:
             ContractError: if no contract was given.
         """
         host, window, batch = self._host, self._counted(None, loss.device), self._as_its_own(batch)
-        part, items = window.part_of(batch), window.items_of(batch)
+        part, items = window.part, window.items_of(batch)
         if unlike := host.contained("reading a loss", partial(unlike_declared, loss, part, items), ""):
             host.warn_inexact(
                 "declared",
@@ -171,7 +171,7 @@ class AccumulationWindow:
         Raises:
             ContractError: if the window has not been counted: no loss was requested, and no contract given.
         """
-        return self._counted(None, None).counts.parts[0].mean
+        return self._counted(None, None).part.mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
@@ -192,7 +192,7 @@ class AccumulationWindow:
     def _added(self, window: Window, weighed: Weighed) -> Tensor:
         """A loss for backward, added to the window's."""
         host, contract = self._host, self._host.contract
-        if contract is not None and host.state.losses.first.is_settled and not host.state.recorded:
+        if contract is not None and host.state.loss.is_settled and not host.state.recorded:
             host.contained("reporting a loss", partial(host.record, contract, len(self)), None)
             logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world_size)
         window.add(weighed.value)

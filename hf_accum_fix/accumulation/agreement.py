@@ -54,7 +54,6 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
     pool = plain or conclusive or [each for each in ranks if each.reason != NO_TARGET_SEEN] or list(ranks)
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
-    keeps = any(each.keeps_scale for each in pool)
     if any(not _are_one_loss(first, each) for each in pool[1:]):
         by_rank = "; ".join(f"rank {rank}: {each}; {len(each.terms)} terms" for rank, each in enumerate(ranks))
         if conclusive and len({(each.reduction, each.custom) for each in pool}) > 1:
@@ -63,8 +62,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
                 "between them, or pass contract=LossContract(...)"
             )
         reason = f"the ranks train different losses ({by_rank})"
-        # Stock's scale is kept by a loss whose terms are read.
-        found = replace(first, terms=first.terms if keeps else (), keeps_scale=keeps, doubt=reason, reason=reason)
+        found = replace(first, terms=(), as_stock=any(each.as_stock for each in pool), doubt=reason, reason=reason)
         return replace(found, reduction=Reduction.PLAIN, items=None)
     # Where no rule fits on all ranks, every window is corrected.
     terms = first.terms
@@ -72,12 +70,16 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
         both = zip(terms, each.terms, strict=True)
         terms = tuple(replace(a.with_rules_of(b), counted=a.counted + b.counted) for a, b in both)
     if any(not term.rules and all(each.terms[at].rules for each in pool) for at, term in enumerate(terms)):
-        doubt = doubt or "it counts other items on another rank, and may be of another task there"
+        doubt = doubt or "it counts other items on another rank"
     of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
     shift = next((each.shift for each in pool if each.shift is not None), None)
-    return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift, keeps_scale=keeps)
+    as_stock = any(each.as_stock for each in pool)
+    found = replace(
+        first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift, as_stock=as_stock
+    )
+    return found.of_two_fates(takes_number=as_stock or (found.custom and found.by_number))
 
 
 def _are_one_loss(one: LossContract, other: LossContract) -> bool:

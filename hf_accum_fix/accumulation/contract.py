@@ -35,13 +35,14 @@ class How(str, Enum):
 
 
 class Cause(Enum):
-    """What a doubt about a loss comes from; all but `HIDDEN` may come from splitting rows that belong together."""
+    """What a doubt about a loss comes from; all but the last two may come from splitting rows that belong together."""
 
     COUNT = "a factor is neither a count nor a constant"
     TERMS = "a batch and its parts have other terms"
     PADDING = "padding, or coupled samples"
     COUPLED = "coupled samples"
     HIDDEN = "the graph hides it"
+    LOG = "the log alone"
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,6 @@ class TermSpec:
         shape: equal for the same term of another micro-batch (`loss_graph.Term.shape`).
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
-        own: the places of a trainer's own division by the accumulation steps.
-        steps: a trainer's own accumulation steps inside its divisor, besides the count; 1.0: there are none.
         classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         counted: the count in the observed batch and its parts, on every rank.
@@ -63,8 +62,6 @@ class TermSpec:
     place: int | None = 0
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
-    own: tuple[int, ...] = ()
-    steps: float = 1.0
     classes: int = 0
     rules: Mapping[Items, float] = field(default_factory=dict)
     counted: tuple[float, ...] = (1.0,)
@@ -93,15 +90,10 @@ class TermSpec:
         return next(iter(self.rules.values()), 1.0)
 
     @property
-    def divides_itself(self) -> bool:
-        """Whether the trainer divides it by the accumulation steps."""
-        return bool(self.own) or self.steps != 1.0
-
-    @property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
         counted_by = self.rule if self.how is not How.NUMBER else None
-        return (self.how, self.own, self.steps, counted_by or self.counted)
+        return (self.how, counted_by or self.counted)
 
 
 def router_loss(outputs: Any, name: str) -> Tensor | None:
@@ -133,10 +125,9 @@ class LossContract:
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
         hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
         dtype: of the loss, in which its weights are computed.
-        keeps_scale: the whole loss keeps the stock Trainer's scale, and gets its number, since its own cannot be known.
+        as_stock: the training is the stock Trainer's, to the bit.
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
-        by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
-        doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
+        doubt: why it is reported as not exact; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
         unchecked: why coupled samples would not be detected; empty: they would.
         warms: a term was multiplied by zero, and may come later.
@@ -157,9 +148,8 @@ class LossContract:
     custom: bool = False
     hands_number: bool = True
     dtype: torch.dtype = torch.float32
-    keeps_scale: bool = False
+    as_stock: bool = False
     takes_world_size: bool | None = None
-    by_divisor: bool = False
     doubt: str = ""
     cause: Cause | None = None
     unchecked: str = ""
@@ -265,7 +255,7 @@ class LossContract:
     @cached_property
     def is_counted(self) -> bool:
         """Whether a rule predicts the count of every mean in it."""
-        return not self.by_divisor and all(each.rules for each in self.terms if each.how is How.MEAN)
+        return all(each.rules for each in self.terms if each.how is How.MEAN)
 
     @property
     def needs_forwards(self) -> bool:
@@ -292,7 +282,7 @@ class LossContract:
     @property
     def adds_up(self) -> bool:
         """Whether its split has shown that its terms add up, or the graph hides them."""
-        return self.cause in (None, Cause.HIDDEN)
+        return self.cause in (None, Cause.HIDDEN, Cause.LOG)
 
     @property
     def coupled(self) -> bool:
@@ -305,14 +295,20 @@ class LossContract:
         return self.reduction is Reduction.NUMBER
 
     @property
-    def depends_on_number(self) -> bool:
-        """Whether the loss depends on num_items_in_batch in any way."""
-        return self.by_number or self.keeps_scale
-
-    @property
     def exact(self) -> bool:
         """Whether every split of the global batch gives the same gradient (router terms by convention)."""
         return self.reduction is not Reduction.PLAIN and self.conclusive and not self.doubt
+
+    def averaged(self, reason: str) -> LossContract:
+        """Its micro-batches are averaged, for this reason."""
+        items = self.items if self.hands_number else None
+        return replace(self, reduction=Reduction.PLAIN, items=items, terms=(), doubt=reason, reason=reason)
+
+    def of_two_fates(self, *, takes_number: bool) -> LossContract:
+        """What is not exact is the stock Trainer's if it ``takes_number``, else its micro-batches are averaged."""
+        if self.exact or self.cause is Cause.LOG or not (self.doubt or self.reduction is Reduction.PLAIN):
+            return self
+        return replace(self.averaged(self.doubt or self.reason), as_stock=takes_number and self.conclusive)
 
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""

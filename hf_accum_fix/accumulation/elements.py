@@ -1,14 +1,12 @@
-"""What happens to the elements of a reduction, below its leaf: they may be sorted, weighted, or pass layers."""
+"""What happens to the elements of a reduction, below its leaf: they may be sorted, or pass layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
 from hf_accum_fix.accumulation.loss_graph import MOST_BELOW
-from hf_accum_fix.accumulation.nodes import PRODUCTS, NotSavedError, factor_of, live_edges, shape_of
+from hf_accum_fix.accumulation.nodes import live_edges, shape_of
 
 #: Layers, through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
@@ -26,14 +24,6 @@ def sorts_elements(node: Any) -> bool:
     return any(len(shape_of(each)) == 1 for each in sorts if hasattr(each, "_input_metadata"))
 
 
-def weights_elements(node: Any) -> bool:
-    """Whether elements of a reduction are multiplied, above the first layer, by numbers of their own without gradient.
-
-    These may be statistics of the batch, such as the mean reward or the weights of its classes.
-    """
-    return any(map(_has_weights, _below(node)))
-
-
 def _below(node: Any) -> Iterator[Any]:
     """A node and those below it, down to the first layers."""
     seen, pending = {node}, [node]
@@ -47,19 +37,3 @@ def _below(node: Any) -> Iterator[Any]:
 
 def _is_layer(node: Any) -> bool:
     return type(node).__name__.startswith(_LAYERS)
-
-
-def _has_weights(node: Any) -> bool:
-    """Whether a node multiplies a tensor by another one without gradient."""
-    if type(node).__name__.startswith(PRODUCTS):
-        return len(live_edges(node)) == 1
-    multiplies = type(node).__name__.startswith(("MulBackward", "DivBackward"))
-    try:
-        if hasattr(node, "_saved_reduction"):
-            return any(getattr(node, f"_saved_{name}", None) is not None for name in ("weight", "pos_weight"))
-        found = factor_of(node) if multiplies else None
-    except NotSavedError:
-        # A tensor that was not saved, and so no single number.
-        return True
-    value = 1.0 if found is None or found[1].learnt else found[1].value
-    return isinstance(value, Tensor) and value.numel() > 1

@@ -55,6 +55,26 @@ def has_rows(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0)
 
 
+#: The labels of a micro-batch by name, and how many axes they have; -1: not a tensor.
+Labels = frozenset[tuple[str, int]]
+#: Labels of question answering.
+_ANSWERS = ("start_positions", "end_positions")
+
+
+def labels_of(batch: Any) -> Labels:
+    """The labels of a micro-batch; empty: it has none, or is no mapping."""
+    if not isinstance(batch, Mapping):
+        return frozenset()
+    labels = ((key, value) for key, value in batch.items() if "label" in key or key in _ANSWERS)
+    return frozenset((key, getattr(value, "ndim", -1)) for key, value in labels if value is not None)
+
+
+def labels_in_words(labels: Labels) -> str:
+    """Labels in words."""
+    shapes = {-1: "a list", 0: "one number", 1: "one axis"}
+    return ", ".join(f"{key!r} ({shapes.get(axes, f'{axes} axes')})" for key, axes in sorted(labels)) or "no labels"
+
+
 class ZeroWeightBatch(dict[str, Any]):
     """A micro-batch that is run and counts nothing, so that a rank without samples stays in step."""
 

@@ -1,13 +1,21 @@
-"""Learn how a loss is reduced, from looks at a batch and at its two parts: plain numbers, and no tensor."""
+"""Learn how a loss is reduced, from looks at a batch and at its two parts: plain numbers, and no tensor.
+
+A term of the batch J and its parts A and B, of value v, whose factors that differ have the product d, is
+
+    a mean      if d_J = d_A + d_B and v_J d_J = v_A d_A + v_B d_B; every rule on the inputs that gives d predicts it
+    a sum       if no factor differs, and v_J = v_A + v_B
+    a constant  if no factor differs, and v_J = v_A = v_B
+    not exact   else, with the reason
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_accum_fix.accumulation.compare import Candidate, Comparison, Setting, candidates, unexplained
+from hf_accum_fix.accumulation.compare import Comparison, Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import TermLook
@@ -15,10 +23,24 @@ from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, 
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
-#: Nodes that hide a whole loss: compiled code, another library's kernel.
-OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
+#: The same term in the three looks; several of its rows.
+Triple = Sequence[Sequence[TermLook]]
+
+
+class Judged(NamedTuple):
+    """A term as judged: its value in each look (None: unknown), and why it is not exact."""
+
+    spec: TermSpec
+    seen: Sequence[TermLook]
+    values: Sequence[float | None]
+    doubt: str = ""
+    cause: Cause | None = None
+
+    def but(self, doubt: str = "", cause: Cause | None = None, **spec: Any) -> Judged:
+        """With a doubt, and changes of its spec."""
+        return self._replace(spec=replace(self.spec, **spec), doubt=doubt, cause=cause)
 
 
 def learn(compared: Comparison) -> LossContract:
@@ -53,209 +75,241 @@ def _nothing_seen(compared: Comparison, rules: Sequence[Items]) -> LossContract:
 def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> LossContract:
     """`learn`, with stacked numbers taken for rows, or for terms (``inside``)."""
     whole, setting = compared.whole, compared.setting
-    matched, mismatch = candidates(compared, inside=inside)
-    judged = list[Candidate]()
-    for each in matched:
-        # Terms of one loss count the same targets, where that fits.
-        known = [rule for term in judged for rule, ratio in term.spec.rules.items() if ratio == 1.0]
-        judged.append(judge(each, compared, known, alone=len(matched) == 1))
-    terms = whole.inside if inside else whole.terms
-    adds = _added(judged, compared) if any(each.adds for each in terms) else How.MEAN
-    specs, doubt, cause = _specs(judged, mismatch, adds, compared)
-    shows = all(each.shows for each in judged)
+    terms, looks = (whole.inside if inside else whole.terms), compared.looks
+    matched = [*_matched([each.inside if inside else each.terms for each in looks], compared)]
+    judged = list[Judged]()
+    for triple, place, values in _with_values(matched, looks):
+        judged.append(_judge(triple, place, values, compared, judged))
+    specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
+    doubts = [(each.doubt, each.cause) for each in judged if each.doubt]
+    if compared.split.blocks > 1 and any(each.place for each in specs):
+        # Blocks of rows that were chosen such that they fit.
+        doubts.append(("it has a term for each chunk of the rows of a micro-batch", Cause.TERMS))
+    if len({spec.group for spec in specs}) > 1 and any(each.shares_learnt for each in terms):
+        # No hook separates them.
+        doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
+    rest, rest_is_mean = _rest(judged, compared) if any(each.adds for each in terms) else (0.0, True)
+    if rest is None:
+        doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", Cause.LOG))
+    # What may change the gradient comes first.
+    doubts.sort(key=lambda each: each[1] is Cause.LOG)
+    doubt, cause = next(iter(doubts), ("", None))
+    router = {each.router: each.product(range(len(each.factors))) for each in terms if each.router}
     found = LossContract(
         Reduction.PLAIN,
+        # A custom loss may add the router loss itself.
+        router_coefficient=0.0 if setting.custom else router.get("aux_loss", 0.0),
+        router_z_coefficient=0.0 if setting.custom else router.get("z_loss", 0.0),
         terms=specs,
         custom=setting.custom,
         hands_number=setting.hands_number,
         dtype=whole.dtype,
         doubt=doubt,
-        cause=cause,
-        # A sum whose scale cannot be read.
-        keeps_scale=setting.has_stock and any(each.grows for each in judged),
-        # A custom loss may add the router loss itself.
-        router_coefficient=0.0 if setting.custom else _coefficient(judged, "aux_loss"),
-        router_z_coefficient=0.0 if setting.custom else _coefficient(judged, "z_loss"),
+        cause=Cause.COUPLED if Cause.COUPLED in {each for _, each in doubts} else cause,
         inside=inside,
-        added=adds is not How.MEAN,
-        constant=unexplained(judged, compared.looks)[0] if adds is How.CONSTANT else 0.0,
-        deep=any(each.within for its in compared.looks for each in (its.inside if inside else its.terms)),
+        added=not rest_is_mean,
+        constant=rest or 0.0,
+        deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
         unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
         warms=whole.warms,
         shift=next((each.shift for each in terms if each.shift is not None), None),
+        conclusive=all(map(_shows, judged)),
     )
     means = [each for each in specs if each.how is How.MEAN]
-    numbered = [each for each in judged if each.spec.how is How.NUMBER]
-    if numbered:
+    if numbered := [each for each in judged if each.spec.how is How.NUMBER]:
         factors = [value for each in numbered for value in each.seen[0].factors]
-        multiplies = setting.multiplies and any(is_near(value, setting.world_size) for value in factors)
-        takes = multiplies if setting.custom and setting.world_size > 1 else None
+        multiplies = setting.world_size in setting.own and any(is_near(value, setting.world_size) for value in factors)
         reason, by = "its graph divides by num_items_in_batch", _rules_of_number(numbered, means, compared)
+        takes = multiplies if setting.custom and setting.world_size > 1 else None
         found = replace(found, items=by[0], reduction=Reduction.NUMBER, takes_world_size=takes, reason=reason)
         return found.with_rules_of_number(by)
-    if means and found.coupled:
-        return replace(found, reason=COUPLED)
     if means:
         # Without a rule for the count, take one for its targets.
         near = next((each.named[0] for each in terms if each.named), rules[0])
-        return replace(
-            found,
-            reduction=Reduction.NUMBER if compared.by_number else Reduction.MEAN,
-            items=means[0].rule or near,
-            conclusive=means[0].counted[0] != 0.0 and shows,
-            reason=f"its graph divides {means[0].shape[0]} by them",
-        )
+        reduction = Reduction.NUMBER if compared.by_number else Reduction.MEAN
+        reason = f"its graph divides {means[0].shape[0]} by them"
+        return replace(found, reduction=reduction, items=means[0].rule or near, reason=reason)
     if specs and all(each.how is How.SUM for each in specs):
         reason = "its graph divides by nothing, and the losses of two parts add up"
         return replace(found, reduction=Reduction.SUM, reason=reason)
     doubt = doubt or "none of its terms is divided by a count"
-    return replace(found, conclusive=shows, doubt=doubt, reason=doubt)
+    return replace(found, doubt=doubt, reason=doubt)
 
 
-def _specs(
-    judged: Sequence[Candidate], mismatch: str, adds: How, compared: Comparison
-) -> tuple[tuple[TermSpec, ...], str, Cause | None]:
-    """The terms' specs, and the first reason why they are not exact, with its cause."""
-    specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
-    doubts = [(mismatch, Cause.TERMS), *((each.doubt, each.cause) for each in judged)]
-    if compared.split.blocks > 1 and any(each.place for each in specs):
-        # Blocks of rows that were chosen such that they fit.
-        doubts.append(("it has a term for each chunk of the rows of a micro-batch", Cause.TERMS))
-    if mismatch:
-        # Where other terms come and go, a factor that no rule counts may depend on them.
-        specs = tuple(
-            each if each.rules or each.how is not How.MEAN else replace(each, how=How.PLAIN) for each in specs
-        )
-    if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in judged):
-        # No hook separates them.
-        doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
-        specs = tuple(each if each.how is How.NUMBER else replace(each, how=How.PLAIN) for each in specs)
-    if adds is How.PLAIN:
-        doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", None))
-    doubt, cause = next((each for each in doubts if each[0]), ("", None))
-    return specs, doubt, Cause.COUPLED if Cause.COUPLED in {each for _, each in doubts} else cause
+def _shows(term: Judged) -> bool:
+    """Whether its values are conclusive: a count or a constant of zero shows nothing."""
+    if term.spec.how is How.MEAN:
+        return term.spec.counted[0] != 0.0
+    return term.spec.how not in (How.CONSTANT, How.PLAIN) or term.seen[0].learnt or 0.0 not in term.values
 
 
-def _classes(candidate: Candidate, compared: Comparison) -> int:
+def _classes(term: Judged, compared: Comparison) -> int:
     """The classes of a cross entropy that every micro-batch has; 0: positions are its classes, or torch hides them."""
-    found, *others = [each.classes for each in candidate.seen]
+    found, *others = [each.classes for each in term.seen]
     widths = [{x.shape[1] for x in batch.values() if getattr(x, "ndim", 0) > 1} for batch in compared.batches]
     return found if {*others} == {found} and not all(found in each for each in widths) else 0
 
 
-def _added(judged: Sequence[Candidate], compared: Comparison) -> How:
-    """Classify the part without a gradient: a mean over the terms' items, a constant, or neither."""
+def _rest(judged: Sequence[Judged], compared: Comparison) -> tuple[float | None, bool]:
+    """What is added to the terms without a gradient, None: no constant; and whether it is a mean over their items."""
     if any(None in each.values for each in judged):
-        return How.PLAIN
-    rests, counts = unexplained(judged, compared.looks), judged[0].counts
-    is_mean = judged[0].spec.how is How.MEAN and len({each.spec.group for each in judged}) == 1
-    if is_mean and len(counts) == len(rests):
-        sums = [n * rest for n, rest in zip(counts, rests, strict=True)]
-        if abs(sums[0] - sums[1] - sums[2]) <= compared.tolerance * abs(counts[0] * compared.whole.loss):
-            return How.MEAN
-    is_same = max(rests) - min(rests) <= compared.tolerance * max(abs(each.loss) for each in compared.looks)
-    return How.CONSTANT if is_same else How.PLAIN
+        return None, False
+    rests = [look.loss - math.fsum(each.values[at] or 0.0 for each in judged) for at, look in enumerate(compared.looks)]
+    largest = compared.tolerance * max(abs(look.loss) for look in compared.looks)
+    n = judged[0].spec.counted
+    if {each.spec.how for each in judged} == {How.MEAN} and len({each.spec.group for each in judged}) == 1:
+        sums = [count * rest for count, rest in zip(n, rests, strict=True)]
+        if abs(sums[0] - sums[1] - sums[2]) <= largest * n[0]:
+            return 0.0, True
+    return (rests[0] if max(rests) - min(rests) <= largest else None), False
 
 
-def _coefficient(judged: Sequence[Candidate], name: str) -> float:
-    """The coefficient of a router loss in the loss."""
-    seen = next((each.seen[0] for each in judged if each.seen[0].router == name), None)
-    return 0.0 if seen is None else seen.product(range(len(seen.factors)))
+# -------------------------------------------------------------------------------------------------- matching
 
 
-# ---------------------------------------------------------------------------------------------------- one term
+def _matched(seen: Triple, compared: Comparison) -> Iterator[tuple[Triple, int | None]]:
+    """The same term in three looks, by shape and place; None: its rows, or the parts of one sum."""
+    for shape in dict.fromkeys(each.shape for terms in seen for each in terms):
+        its = [[term for term in terms if term.shape == shape] for terms in seen]
+        whole, one, other = map(len, its)
+        if whole == one == other and not _are_one_sum(its):
+            yield from (([[term] for term in terms], place) for place, terms in enumerate(zip(*its, strict=True)))
+        else:
+            yield its, None
 
 
-def judge(candidate: Candidate, compared: Comparison, known: Sequence[Items], *, alone: bool) -> Candidate:
-    """Judge whether a term's values add up as its factors predict.
+def _are_one_sum(seen: Triple) -> bool:
+    """Whether terms are sums over parts of a batch (chunks of its logits) that are divided by one count."""
+    alike = all(len({each.factors for each in terms}) == 1 for terms in seen)
+    divides = any(each.own_divisor or not each.readable for terms in seen for each in terms)
+    return alike and not divides and max(map(len, seen)) > 1 and len({terms[0].factors for terms in seen}) > 1
 
-    ``known``: rules of other terms; ``alone``: it is the only term.
-    """
-    spec, values, whole = candidate.spec, candidate.values, candidate.seen[0]
+
+def _are_rows(its: Triple, compared: Comparison) -> bool:
+    """Whether the number of terms is proportional to the samples: then they are rows of one mean or sum."""
+    (whole, one, other), samples = map(len, its), [each.samples for each in compared.looks]
+    by_sample = one % samples[1] == 0 and one * samples[0] == whole * samples[1]
+    return whole == one + other and by_sample and len({term.classes for terms in its for term in terms}) == 1
+
+
+def _with_values(
+    matched: Sequence[tuple[Triple, int | None]], looks: Sequence[Any]
+) -> Iterator[tuple[Triple, int | None, list[float | None]]]:
+    """With the value of each; those without one share the rest of the loss, if they have the same factors."""
+    values: list[list[float | None]] = [
+        [None if any(t.value is None for t in its) else math.fsum(t.value or 0.0 for t in its) for its in triple]
+        for triple, _ in matched
+    ]
+    blank = [at for at, its in enumerate(values) if None in its]
+    if len({tuple(terms[0].factors for terms in matched[at][0] if terms) for at in blank}) == 1:
+        rest = [
+            look.loss - math.fsum(its[n] or 0.0 for at, its in enumerate(values) if at not in blank)
+            for n, look in enumerate(looks)
+        ]
+        for at in blank:
+            values[at] = [*rest] if at == blank[0] else [0.0] * len(rest)
+    return ((*each, its) for each, its in zip(matched, values, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------- one term
+
+
+def _judge(
+    its: Triple, place: int | None, values: Sequence[float | None], compared: Comparison, before: Sequence[Judged]
+) -> Judged:
+    """What a term is, and why it is not exact; ``before``: those that were judged."""
+    first = [terms[0] for terms in its if terms]
+    whole, one_sum = first[0], place is None and all(its) and _are_one_sum(its)
+    term = Judged(TermSpec(whole.shape, place, How.PLAIN), first, values)
+    if not all(its) or (place is None and not one_sum and not _are_rows(its, compared)):
+        numbers = ", ".join(str(len(terms)) for terms in its[:2]) + f" and {len(its[2])}"
+        words = f"the loss has {numbers} terms {whole.name} in a batch and its parts"
+        return term.but(words, Cause.TERMS, place=0)
     if whole.router:
-        return candidate.judged(how=How.ROUTER, counts=(), rules={})
-    if not candidate.matched:
-        return candidate
-    if whole.learnt and not spec.counts:
-        return candidate.judged(how=How.CONSTANT)
-    if spec.how is How.NUMBER:
-        sums = [(value or 0.0) / seen.product(spec.counts) for value, seen in zip(values, candidate.seen, strict=True)]
-        adds_up = None in values or _adds_up(sums, compared.tolerance)
-        return candidate if adds_up else candidate.judged(COUPLED, Cause.COUPLED)
-    return _judged_mean(candidate, compared, known, alone=alone) if spec.counts else _judged_other(candidate, compared)
+        return term.but(how=How.ROUTER)
+    columns = [*enumerate(zip(*(each.factors for each in first), strict=True))]
+    number = tuple(at for at, of_looks in columns if compared.are_numbers(of_looks))
+    # Each row has its own count.
+    rows = place is None and whole.own_divisor
+    counts = tuple(
+        at
+        for at, of_looks in columns
+        if not (rows and whole.is_own_divisor(at))
+        and (not all(is_near(of_looks[0], each) for each in of_looks) or whole.is_own_divisor(at) > compared.apart)
+    )
+    if whole.learnt and not counts:
+        return term.but(how=How.CONSTANT)
+    if number:
+        return _judged_number(term.but(how=How.NUMBER, counts=number), compared)
+    if not whole.readable:
+        return _unreadable(term, compared)
+    if counts:
+        return _judged_mean(term.but(counts=counts), compared, before)
+    doubt = f"{whole.name} is {How.PLAIN.value}"
+    if None in values or not compared.apart:
+        return term.but(doubt)
+    v = [value or 0.0 for value in values]
+    if v[0] == v[1] == v[2] and compared.are_distinct:
+        # Zero is inconclusive.
+        return term.but(how=How.CONSTANT)
+    if _adds_up(v, min(compared.tolerance, 0.2)) and not (rows or (whole.rows and place is None)):
+        given = next(_given_counts(whole, compared), None)
+        return term.but(how=How.SUM) if given is None else term.but(how=How.MEAN, **given)
+    return term.but(doubt, None if 0.0 in v else Cause.COUPLED)
 
 
-def _judged_mean(candidate: Candidate, compared: Comparison, known: Sequence[Items], *, alone: bool) -> Candidate:
-    """`judge` for a term with a factor that is not constant."""
-    values, n, spec = candidate.values, candidate.counts, candidate.spec
-    whole, has_values = candidate.seen[0], None not in values
-    rules = rules_of(n, candidate.seen, compared, known)
+def _judged_number(term: Judged, compared: Comparison) -> Judged:
+    """`_judge` of a term that is divided by the number."""
+    sums = [(value or 0.0) / seen.product(term.spec.counts) for value, seen in zip(term.values, term.seen, strict=True)]
+    adds_up = None in term.values or _adds_up(sums, compared.tolerance)
+    return term if adds_up else term.but(COUPLED, Cause.COUPLED)
+
+
+def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -> Judged:
+    """`_judge` of a term with factors that differ."""
+    whole, values, spec = term.seen[0], term.values, term.spec
+    d = [1 / each.product(spec.counts) if all(each.factors[at] for at in spec.counts) else 0.0 for each in term.seen]
+    if compared.apart and not is_near(d[0], d[1] + d[2], 1e-5):
+        # A part without items divides by at least 1.
+        without = [0.0 if n == 1 and each.value == 0 else n for n, each in zip(d, term.seen, strict=True)]
+        d = without if is_near(without[0], without[1] + without[2], 1e-5) else d
+    if compared.are_numbers(d):
+        # A mean times items / number.
+        return _judged_number(term.but(how=How.NUMBER), compared)
+    # Terms that divide by the same but for rounding have one count: class weights with smoothed labels.
+    counted = (each.spec.counted for each in before if each.spec.how is How.MEAN)
+    d = [*next((one for one in counted if len(one) == len(d) and all(map(is_near, one, d))), d)]
+    rules = rules_of(d, term.seen, compared, [r for each in before for r, n in each.spec.rules.items() if n == 1.0])
     if whole.by_classes and not any(rule.mix for rule in rules):
         # The classes of this batch may weigh alike.
         rules = {}
-    if rules and all(is_padded(rule, compared.whole.batch) for rule in rules) and not alone:
+    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d))
+    if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
-        return candidate.judged("" if compared.setting.has_z_loss else doubt, how=How.ROUTER, rules=rules)
-    if not compared.apart and whole.readable and (rules or whole.own_divisor):
-        return candidate.judged(rules=rules)
+        return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)
+    if not compared.apart and (rules or whole.own_divisor):
+        return mean
     if whole.rows and any(
         seen.rows * compared.whole.samples != whole.rows * look.samples
-        for seen, look in zip(candidate.seen, compared.looks, strict=True)
+        for seen, look in zip(term.seen, compared.looks, strict=True)
     ):
-        return candidate.judged("it is a mean over elements of a sample, not over the samples", how=How.PLAIN)
+        return term.but("it is a mean over elements of a sample, not over the samples")
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)
-    if not compared.apart or not (listed or is_near(n[0], n[1] + n[2], min(compared.rounding, 1e-5))):
-        # A mean times the samples of its batch is near a sum.
-        multiplies = compared.apart and has_values and not all(map(whole.divides, spec.counts))
-        grows = multiplies and _growth([v or 0.0 for v in values], compared)[0]
-        doubt = f"a factor of {whole.name} is neither a count nor a constant"
-        return candidate.judged(doubt, Cause.COUNT, how=How.PLAIN, grows=grows)
-    if not whole.readable:
-        return _unreadable(candidate, compared)
-    sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
-    if has_values and not _adds_up(sums, compared.tolerance):
-        if compared.split.pads and rules:
-            return candidate.judged(_PADDED, Cause.PADDING, rules=rules)
-        # If stock divides it by the number, keep its weight by items.
-        keeps = bool(compared.by_number and rules)
-        return candidate.judged(COUPLED, Cause.COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules)
-    doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
+    if not compared.apart or not (listed or is_near(d[0], d[1] + d[2], min(compared.rounding, 1e-5))):
+        return term.but(f"a factor of {whole.name} is neither a count nor a constant", Cause.COUNT)
+    if None in values:
+        return mean.but("two of its terms have the same value, so the log cannot separate them", Cause.LOG)
+    if not _adds_up([(v or 0.0) * n if n else 0.0 for v, n in zip(values, d, strict=True)], compared.tolerance):
+        padded = compared.split.pads and rules
+        return mean.but(_PADDED if padded else COUPLED, Cause.PADDING if padded else Cause.COUPLED)
     if whole.sorts:
-        doubt = f"elements of {whole.name} are sorted, and what is left out depends on the micro-batch"
-    shared = ([each.factors[at] for each in candidate.seen] for at in spec.counts if at < whole.above)
+        return mean.but(f"elements of {whole.name} are sorted, and what is left out depends on the micro-batch")
+    shared = ([each.factors[at] for each in term.seen] for at in spec.counts if at < whole.above)
     if any(not is_near(one, other + another, 1e-5) for one, other, another in shared):
         # (a + b) / (a + b).detach() may add up where both have as many items.
-        doubt = "one number that is no count divides several of its terms"
-    # The same value for all samples (a policy's ratios, which begin at 1) does not show what their weights depend on;
-    # a loss over its own value has that anyway.
-    varies = not (has_values and compared.are_distinct and any(values)) or any(
-        not is_near(values[0] or 0.0, value) for value in values[1:]
-    )
-    return candidate.judged(doubt, shows=varies or len(spec.counts) > 1 or not whole.weighs, rules=rules)
-
-
-def _judged_other(candidate: Candidate, compared: Comparison) -> Candidate:
-    """`judge` for a term all of whose factors are constants."""
-    spec, values, whole = candidate.spec, candidate.values, candidate.seen[0]
-    has_values = None not in values
-    is_same = has_values and values[0] == values[1] == values[2] and compared.are_distinct
-    # What cannot be read may depend on the data through a layer.
-    if is_same and not whole.layered:
-        # Zero is inconclusive.
-        return candidate.judged(how=How.CONSTANT, shows=bool(values[0]))
-    if not whole.readable:
-        return _unreadable(candidate, compared)
-    # As many means as samples may be rows, or tasks.
-    are_means = spec.place is None and whole.own_divisor
-    # A part of zero is inconclusive, unless there is no factor that may be a count of at least 1.
-    shows = 0.0 not in values
-    may_add_up = has_values and compared.apart and not (whole.rows or are_means)
-    tolerance = min(compared.tolerance, 0.2)
-    if may_add_up and (shows or not whole.factors) and _adds_up([v or 0.0 for v in values], tolerance):
-        given = next(_given_counts(whole, compared), None)
-        return candidate.judged(how=How.SUM) if given is None else candidate.judged(how=How.MEAN, **given)
-    return candidate.judged(f"{whole.name} is {How.PLAIN.value}", shows=shows)
+        return mean.but("one number that is no count divides several of its terms")
+    return mean
 
 
 def _given_counts(term: TermLook, compared: Comparison) -> Iterator[dict[str, Any]]:
@@ -275,43 +329,26 @@ def _given_counts(term: TermLook, compared: Comparison) -> Iterator[dict[str, An
             yield {"doubt": doubt, "counts": (place,), "rules": {rule: 1.0}, "counted": (value,)}
 
 
-def _unreadable(candidate: Candidate, compared: Comparison) -> Candidate:
-    """A term whose divisor is hidden: use the first rule by which its parts add up to the whole."""
-    name, values, batches = candidate.seen[0].name, candidate.values, compared.batches
-    doubt, hidden = f"the loss contains {name}, and what is below it cannot be read", Cause.HIDDEN
-    is_opaque = name.startswith(OPAQUE) and None not in values and compared.are_distinct
-    for rule in dict.fromkeys(ways_of_counting(batches[0], compared.ignored)) if is_opaque else ():
-        n = [float(rule.count(batch)) for batch in batches if rule.has_targets(batch)]
-        if len(n) == 3 and all(n) and is_near(n[0], n[1] + n[2]):
-            sums = [(value or 0.0) * count for value, count in zip(values, n, strict=True)]
-            if _adds_up(sums, compared.tolerance):
-                doubt = "" if name.startswith(DECLARED) else doubt
-                return candidate.judged(doubt, hidden, how=How.MEAN, counts=(), rules={rule: 1.0}, counted=tuple(n))
-    grows, shows = (False, True) if None in values else _growth([value or 0.0 for value in values], compared)
-    return candidate.judged(doubt, hidden, how=How.PLAIN, shows=shows, grows=grows)
-
-
-def _growth(values: Sequence[float], compared: Comparison) -> tuple[bool, bool]:
-    """Whether a loss grows with its batch, and whether this split of the samples shows it.
-
-    A mean lies between its parts. What is near their sum or beyond it grows: the absolute value of a sum, the log of a
-    sum over few pairs. Over many pairs that does not, so whole micro-batches are compared.
-    """
-    value, one, other = values
-    least, most = sorted((abs(one), abs(other)))
-    margin = compared.tolerance * most
-    # Equal to one of them, the other part may have no target.
-    is_between = min(one, other) + margin < value < max(one, other) - margin
-    # A part of zero is inconclusive, unless the value is far beyond the other.
-    shows = abs(value) > 1.5 * most if 0.0 in values else is_between or compared.of_micro_batches
-    return abs(value) > most + least / 2, shows
+def _unreadable(term: Judged, compared: Comparison) -> Judged:
+    """A term whose divisor is hidden: of a known kernel, the first rule by which its parts add up to the whole."""
+    whole, values, batches = term.seen[0], term.values, compared.batches
+    if None not in values and compared.are_distinct:
+        if values[0] == values[1] == values[2] and not whole.layered:
+            return term.but(how=How.CONSTANT)
+        known = whole.name.startswith(DECLARED)
+        for rule in dict.fromkeys(ways_of_counting(batches[0], compared.ignored)) if known else ():
+            n = [float(rule.count(batch)) for batch in batches if rule.has_targets(batch)]
+            sums = [(value or 0.0) * count for value, count in zip(values, n, strict=False)]
+            if len(n) == 3 and all(n) and is_near(n[0], n[1] + n[2]) and _adds_up(sums, compared.tolerance):
+                return term.but("", Cause.HIDDEN, how=How.MEAN, rules={rule: 1.0}, counted=tuple(n))
+    return term.but(f"the loss contains {whole.name}, and what is below it cannot be read", Cause.HIDDEN)
 
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
     return abs(sums[0] - sums[1] - sums[2]) <= tolerance * max(map(abs, sums))
 
 
-# ------------------------------------------------------------------------------------------------------- rules
+# ----------------------------------------------------------------------------------------------------- rules
 
 
 def rules_of(
@@ -323,23 +360,14 @@ def rules_of(
     return {rule: ratio for rule, ratio in rules.items() if rule in named} or rules
 
 
-def _rules_of_number(
-    numbered: Sequence[Candidate], means: Sequence[TermSpec], compared: Comparison
-) -> tuple[Items, ...]:
+def _rules_of_number(numbered: Sequence[Judged], means: Sequence[TermSpec], compared: Comparison) -> tuple[Items, ...]:
     """The rules that count the number: of targets that a term has saved, of another term, or upstream's."""
     by_total = (([seen.targets for seen in each.seen], each.seen) for each in numbered)
     of_terms = [rules_of(totals, seen, compared) for totals, seen in by_total if totals[0]]
     # A term over some of the rows, where a loss is computed in chunks, does not count the number.
     every = ([rule for rule in rules if rule.block is None] for rules in (*of_terms, *(each.rules for each in means)))
     fitting = next(filter(None, every), [])
-    return upstream_first(fitting, compared.whole.batch, compared.window, compared.setting)
-
-
-def upstream_first(
-    fitting: Sequence[Items], batch: Mapping[str, Any], window: Sequence[Mapping[str, Any]], setting: Setting
-) -> tuple[Items, ...]:
-    """The ``fitting`` rules, upstream's first, if it is among them; upstream's alone if there are none."""
-    upstream = number_rule(batch, window, setting)
+    upstream = number_rule(compared.whole.batch, compared.window, compared.setting)
     return tuple(dict.fromkeys((upstream, *fitting))) if upstream in fitting or not fitting else tuple(fitting)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import noise
-from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements, weights_elements
+from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError
@@ -41,7 +41,6 @@ class LossRun:
         head: the model whose outputs have a router loss; None: there is none.
         others: more objects whose attributes are restored, such as the trainer.
         leave: objects that are not restored, such as data sets.
-        more_steps: (factor) -> context in which the arguments have more accumulation steps, and factor times the ranks.
         kept_back: how often a custom loss passed a number to the base's in one forward, at most; it did not get it.
         hand_on: from now on the base's gets that number.
     """
@@ -52,7 +51,6 @@ class LossRun:
     head: nn.Module | None = None
     others: Sequence[object] = ()
     leave: Sequence[object] = ()
-    more_steps: Callable[[int], AbstractContextManager[Any]] = nullcontext
     kept_back: Callable[[], int] = int
     hand_on: Callable[[], object] = bool
 
@@ -66,7 +64,6 @@ class TermLook:
         factors: from the loss down.
         value: its part of the loss; None: unknown.
         above: number of factors that it shares with other terms.
-        outer: number of factors above the loss that the model returned; all of them, where that is not on the path.
         own_divisor: the last factor is the loss function's own divisor.
         rows, within, learnt, classes: as of `loss_graph.Term`.
         router: the name of the router loss that it is.
@@ -78,14 +75,13 @@ class TermLook:
         inputs: (place of a factor, name of the input that it is).
         shares_learnt: other terms have the same learnt factor.
         adds: something without a gradient is added to it.
-        sorts, weighs, layered: as of `elements`: its elements are sorted; they have weights; they pass layers.
+        sorts, layered: as of `elements`: its elements are sorted; they pass layers.
     """
 
     shape: tuple[Any, ...]
     factors: tuple[float, ...]
     value: float | None
     above: int
-    outer: int
     own_divisor: bool
     rows: int
     within: int
@@ -101,7 +97,6 @@ class TermLook:
     shares_learnt: bool
     adds: bool
     sorts: bool
-    weighs: bool
     layered: bool
 
     @property
@@ -176,7 +171,6 @@ def look(
     loss: LossRun,
     batch: Mapping[str, Any],
     number: float | None,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     listed: bool,
     keep: bool,
@@ -185,12 +179,12 @@ def look(
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     noise.seed(seed)
     before = noise.random_states()
-    with noise.WithoutNoise(alike=listed), within():
+    with noise.WithoutNoise(alike=listed):
         found, captured = run_with_graph(loss, batch, number, keep=keep)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(found.detach())
-    shown = partial(read, found, captured.routers, deep=True, returned=captured.returned)
+    shown = partial(read, found, captured.routers, deep=True)
     shapes = shown(inside=False), shown(inside=True)
     kept = [without_nothing(terms) for terms in shapes]
     rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
@@ -254,15 +248,12 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
     with _disable_current_modes():
         factors = tuple(float(f.value.detach() if isinstance(f.value, Tensor) else f.value) for f in term.factors)
         kept = None if captured.values is None else captured.values.of(path.top)
-        binds = any(bool(each.binds()) for each in path.bounds)
-        shape = (f"a floor or ceiling of {term.name}", False, *term.shape[2:]) if binds else term.shape
         ignored = ignored_index(term)
         found = TermLook(
-            shape,
+            term.shape,
             factors,
             None,
             path.above,
-            len(factors) if path.outer is None else path.outer,
             own_divisor=term.divides,
             rows=term.rows,
             within=term.within,
@@ -276,11 +267,10 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             shift=is_shifted(term, batch),
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
             inputs=tuple(_inputs(term, batch)),
-            shares_learnt=path.product is None and any(each.learnt for each in term.factors[: path.above]),
+            shares_learnt=any(each.learnt for each in term.factors[: path.above]),
             adds=path.added,
             sorts=sorts_elements(leaf),
-            weighs=weights_elements(leaf),
-            layered=not shape[1] and holds_layers(leaf),
+            layered=not term.readable and holds_layers(leaf),
         )
         return found if kept is None else replace(found, value=float(kept) * found.product(range(path.above)))
 

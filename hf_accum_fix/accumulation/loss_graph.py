@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import nodes, stacks
-from hf_accum_fix.accumulation.nodes import Bound, Edge, Factor, NotSavedError, live_edges, on_host, shape_of
+from hf_accum_fix.accumulation.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
 
 #: Most terms of a loss that is read, and nodes that are searched for a layer.
 _MOST_TERMS, MOST_BELOW = 4096, 10_000
@@ -34,20 +34,13 @@ class Path:
         top: the highest node that belongs to this term alone; a hook there weights the whole term.
         factors: from the loss down.
         above: number of factors above ``top``.
-        product: the product with a learnt vector that multiplies the term, and its place there, where a hook
-            weights the term instead of on ``top``; None: there is none.
-        bounds: the floors and ceilings on the path.
         added: something without a gradient is added on the path.
-        outer: number of factors above the loss that the model returned; None: that is not on the path.
     """
 
     top: Any
     factors: tuple[Factor, ...] = ()
     above: int = 0
-    product: tuple[Any, int] | None = None
-    bounds: tuple[Bound, ...] = ()
     added: bool = False
-    outer: int | None = None
 
     @property
     def learnt(self) -> tuple[Any, ...]:
@@ -58,10 +51,10 @@ class Path:
         """With more factors."""
         return replace(self, factors=(*self.factors, *factors)) if factors else self
 
-    def below(self, top: Any, *factors: Factor, product: tuple[Any, int] | None = None) -> Path:
+    def below(self, top: Any, *factors: Factor) -> Path:
         """Below a sum, where ``top`` belongs to one of its terms, multiplied by ``factors``."""
         path = self.times(*factors)
-        return replace(path, top=top, above=len(path.factors), product=product)
+        return replace(path, top=top, above=len(path.factors))
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,6 @@ def read(
     *,
     inside: bool = False,
     deep: bool = False,
-    returned: Collection[Any] = (),
 ) -> list[Term]:
     """The terms of a loss; empty: it has no gradient.
 
@@ -126,7 +118,6 @@ def read(
         stops: nodes that are terms whatever is below them, such as a router loss.
         inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
         deep: also look for factors inside a sum, which unpacks tensors that autograd has saved.
-        returned: nodes of losses that the model returned.
     """
     if loss.grad_fn is None:
         return []
@@ -134,11 +125,11 @@ def read(
     # Under a dispatch mode Python numbers that autograd has wrapped cannot be read.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
-            terms = read(loss, stops, inside=inside, deep=deep, returned=returned)
+            terms = read(loss, stops, inside=inside, deep=deep)
             known = [tuple(factor.on_host() for factor in each.factors) for each in terms]
             return [replace(e, path=replace(e.path, factors=f)) for e, f in zip(terms, known, strict=True)]
     path = Path(loss.grad_fn)
-    found = _Reader(stops, returned, inside=inside, deep=deep).terms((loss.grad_fn, loss.output_nr), path)
+    found = _Reader(stops, inside=inside, deep=deep).terms((loss.grad_fn, loss.output_nr), path)
     terms = list(islice(found, _MOST_TERMS + 1))
     return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
 
@@ -161,7 +152,6 @@ class _Reader:
     """How a loss is read; the attributes are the arguments of `read`."""
 
     stops: Collection[Any]
-    returned: Collection[Any]
     inside: bool
     deep: bool
 
@@ -171,8 +161,6 @@ class _Reader:
         while pending:
             edge, path = pending.pop()
             node, output = edge
-            if node in self.returned:
-                path = replace(path, outer=len(path.factors))
             does = nodes.does(node)
             if node in self.stops:
                 yield _unread(node, path)
@@ -192,10 +180,6 @@ class _Reader:
                 pending += reversed(below)
             elif does == "factor" and (found := nodes.factor_of(node)) is not None:
                 pending.append((found[0], path.times(found[1])))
-            elif does == "bound" and (bound := nodes.bound_of(node)) is not None:
-                pending.append((bound[0], replace(path, bounds=(*path.bounds, bound[1]))))
-            elif (pick := stacks.picked(node)) is not None:
-                pending.append((pick[0], path.below(pick[0][0], *pick[1])))
             else:
                 yield _unread(node, path)
 
@@ -212,7 +196,7 @@ class _Reader:
         if self.inside and stacked:
             path = path.times(Factor(float(math.prod(shape_of(below[0]))), divides=True)) if does == "mean" else path
             for one in stacked:
-                part = path.below(one.edge[0], *one.factors, product=one.product)
+                part = path.below(one.edge[0], *one.factors)
                 yield from self.terms(one.edge, replace(part, added=True) if one.added else part)
             return
         if does == "mean" and nodes.adds_a_number(below[0]):
@@ -231,9 +215,8 @@ class _Reader:
     def _stacked(self, node: Any, does: str) -> list[stacks.Part]:
         """The numbers that a node reduces; empty: it reduces a tensor, or what was not saved tells."""
         try:
-            if type(node).__name__.startswith(nodes.PRODUCTS):
-                return stacks.parts_of_product(node, _MOST_TERMS) or []
-            return [] if does == "loss" else stacks.parts_of(live_edges(node)[0], _MOST_TERMS) or []
+            is_product = type(node).__name__.startswith(nodes.PRODUCTS)
+            return [] if does == "loss" or is_product else stacks.parts_of(live_edges(node)[0], _MOST_TERMS) or []
         except NotSavedError:
             return []
 

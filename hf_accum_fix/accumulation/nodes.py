@@ -1,4 +1,4 @@
-"""What one node of an autograd graph does to a number: it passes it on, adds, multiplies, reduces, bounds or stacks it.
+"""What one node of an autograd graph does to a number: it passes it on, adds, multiplies, reduces or stacks it.
 
 `ROWS` lists the nodes; their names and attributes are the same from torch 2.2.2 to 2.15.0. Asking runs no operation on
 a device, and does not wait for it.
@@ -18,14 +18,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 #: Nodes by what they do: "pass" keeps a number, "factor" multiplies or divides it, "sum" and "mean" reduce a tensor to
-#: it, "bound" keeps it unless it is below a floor or above a ceiling, "choose" selects elements by value.
+#: it, "choose" selects elements by value.
 _NODES = {
     "pass": "ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute NanToNum "
     # Of distributed tensors and DistributedDataParallel; DeepSpeed's hooks on what a module returns.
     "_ToTorchTensor _FromTorchTensor _DDPSink PreBackwardFunctionForModule PreBackwardFunction",
     "add": "Add Sub Rsub Lerp Addcmul",
     "factor": "Neg Mul Div Where",
-    "bound": "Clamp ClampMin ClampMax Relu Maximum Minimum",
     "mean": "Mean",
     "sum": "Sum Nansum Dot Mm Bmm",
     "stack": "Stack Cat",
@@ -73,24 +72,6 @@ class Factor(NamedTuple):
         if not isinstance(self.value, Tensor) or self.value.ndim > 0 or not self.value.is_cpu:
             return self
         return self._replace(value=float(self.value), memory=self.value.data_ptr())
-
-
-class Bound(NamedTuple):
-    """A number and its floor and ceiling; of relu, what it returned, and a floor that is no value of its own."""
-
-    value: Tensor
-    floor: Tensor | float | None = None
-    ceiling: Tensor | float | None = None
-    is_open: bool = False
-
-    def binds(self) -> Tensor:
-        """Whether it is below its floor or above its ceiling, 0-dim."""
-        value, found = self.value.detach(), torch.zeros_like(self.value, dtype=torch.bool)
-        if self.floor is not None:
-            found = found | (value <= self.floor if self.is_open else value < self.floor)
-        if self.ceiling is not None:
-            found = found | (value > self.ceiling)
-        return found.reshape(())
 
 
 #: The edge below a sum, and what it is multiplied by there.
@@ -181,11 +162,8 @@ def summands(node: Any) -> list[Summand] | None:
     return [each for each in found if each[0][0] is not None]
 
 
-def factor_of(node: Any, learnt: Callable[[Any], bool] | None = None) -> tuple[Edge, Factor] | None:
-    """The edge below a product, quotient or selection with a number, and the number; None: there is no such number.
-
-    ``learnt``: whether a side is a function of parameters alone; by default `is_learnt`.
-    """
+def factor_of(node: Any) -> tuple[Edge, Factor] | None:
+    """The edge below a product, quotient or selection with a number, and the number; None: there is no such number."""
     kind = kind_of(node)
     if kind == "Neg":
         return node.next_functions[0], Factor(-1.0)
@@ -193,7 +171,7 @@ def factor_of(node: Any, learnt: Callable[[Any], bool] | None = None) -> tuple[E
     edges = (*node.next_functions, (None, 0))[:2]
     sides = [side for side in (0, 1) if edges[side][0] is None]
     if not sides and kind != "Where":
-        sides = [side for side in (0, 1) if (learnt or is_learnt)(edges[side][0])]
+        sides = [side for side in (0, 1) if is_learnt(edges[side][0])]
     if len(sides) != 1 or (kind == "Div" and sides == [0]):
         return None
     [side] = sides
@@ -202,24 +180,6 @@ def factor_of(node: Any, learnt: Callable[[Any], bool] | None = None) -> tuple[E
         return below, Factor(node._saved_condition if side else ~node._saved_condition)
     value, has_gradient = node._saved_other if side else node._saved_self, edges[side][0] is not None
     return below, Factor(value.detach() if has_gradient else value, kind == "Div", node if has_gradient else None)
-
-
-def bound_of(node: Any) -> tuple[Edge, Bound] | None:
-    """The edge below a floor or ceiling of a number, and the bound; None: it bounds no number.
-
-    Where it does not bind in any micro-batch it does not bind in the full batch, whose loss is a mean of theirs.
-    """
-    kind, edges = kind_of(node), live_edges(node)
-    if len(edges) != 1 or not is_number(edges[0][0]):
-        return None
-    if kind == "Relu":
-        return edges[0], Bound(node._saved_result, 0.0, is_open=True)
-    if kind in ("Maximum", "Minimum"):
-        # The other side has no gradient.
-        value, other = node._saved_self, node._saved_other
-        value, other = (value, other) if node.next_functions[0][0] is not None else (other, value)
-        return edges[0], Bound(value, other) if kind == "Maximum" else Bound(value, None, other)
-    return edges[0], Bound(node._saved_self, getattr(node, "_saved_min", None), getattr(node, "_saved_max", None))
 
 
 def number_below(node: Any, does: str) -> Edge | None:
@@ -269,17 +229,17 @@ def own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
     return [Factor(total, divides=True)]
 
 
-def is_learnt(node: Any, left: int = _MOST_NODES, elements: int = 1) -> bool:
-    """Whether a number, or a vector of ``elements``, is a function of parameters of that size alone."""
+def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
+    """Whether a number is a function of single parameters alone."""
     if node is None or left == 0:
         return left > 0
     if is_parameter(node):
         return True
-    if getattr(node, "_saved_reduction", 0) or math.prod(shape_of(node)) not in (1, elements):
+    if getattr(node, "_saved_reduction", 0) or math.prod(shape_of(node)) != 1:
         return False
     below = [each for each, _ in node.next_functions]
     leaves = [each for each in below if is_parameter(each)]
     picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
-    if not picks and any(math.prod(shape_of(each)) not in (1, elements) for each in leaves):
+    if not picks and any(math.prod(shape_of(each)) != 1 for each in leaves):
         return False
-    return all(is_learnt(each, left - 1, elements) for each in below)
+    return all(is_learnt(each, left - 1) for each in below)

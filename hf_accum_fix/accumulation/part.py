@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,6 @@ class Part:
             multiplied by number / n_mean.
         means: n_mean times `remaining_divisor`, by rule and place as ``totals``.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
-        other_terms: shape and classes of its terms, where it had others than that.
         plain_log: a micro-batch's values were not captured, so the log is the mean over micro-batches.
     """
 
@@ -50,13 +48,10 @@ class Part:
     is_corrected: bool = True
     engine_divisor: int = 1
     changed: str = field(default="", init=False)
-    other_terms: tuple[Any, ...] = field(default=(), init=False)
     plain_log: bool = field(default=False, init=False)
     #: Divisor and prediction of each micro-batch, and the first one's constant factor, by the place of a `TermSpec`.
     _noted: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
     _constants: dict[int, float] = field(default_factory=dict, init=False)
-    #: Whether floors and ceilings bind, on a device.
-    _binds: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         steps = self.micro_batches = max(self.micro_batches, 1)
@@ -71,13 +66,6 @@ class Part:
             **{rule: self.contract.as_number(mean if left == 1 else mean * left) for rule, mean in means.items()},
             **{at: self.contract.as_number(torch.where((n := self.totals[at]) == 0, 1.0, n) / parts) for at in places},
         }
-
-    def note_bound(self, term: Term, binds: Tensor) -> None:
-        """Note whether a floor or ceiling of a term binds in a micro-batch, where the full batch's may not."""
-        if not on_host(binds):
-            self._binds.append(binds)
-        elif bool(binds):
-            self.changed = f"{term.name} is below a floor or above a ceiling in one of its micro-batches"
 
     def note_constant(self, place: int, term: Term, constant: float) -> None:
         """Compare a term's constant factors with those of the window's first micro-batch; ``place`` as for `note`."""
@@ -99,10 +87,6 @@ class Part:
                 planned = (torch.stack(by_place).sum() if by_place else by_rule).to(self.device)
                 noted.append((0.0, planned - self._stacked(place, 1).sum()))
 
-    def first(self, place: int, seen: Number) -> Number:
-        """The divisor of the window's first micro-batch; ``seen``: of this one, in case it is the first."""
-        return self._noted[place][0][0] if place in self._noted else seen
-
     @property
     def latest(self) -> Mapping[int, Number]:
         """The divisors of the last micro-batch, by the place of their `TermSpec`."""
@@ -114,11 +98,6 @@ class Part:
         One number cannot correct several terms: the window's first micro-batch decides whether its rule fits.
         """
         return self.contract.groups > 1 and place in self._noted and differ(*self._noted[place][0])
-
-    @property
-    def is_unlike(self) -> bool:
-        """Whether a micro-batch has other terms than observed, or the window's first one other items than predicted."""
-        return bool(self.other_terms) or any(map(self.is_unpredicted, self._noted))
 
     @property
     def counted(self) -> bool:
@@ -135,7 +114,7 @@ class Part:
     def broken(self) -> Tensor | None:
         """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or none."""
         corrected = self.counted and self.is_corrected
-        places, terms, flags = [*self._noted], self.contract.terms, [*self._binds]
+        places, terms, flags = [*self._noted], self.contract.terms, list[Tensor]()
         for place in places[int(corrected) :]:
             seen, wanted = self._stacked(place, 0), self._stacked(place, 1)
             if corrected:

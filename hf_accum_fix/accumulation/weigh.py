@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.accumulation.contract import How, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
@@ -38,30 +37,16 @@ def _is_nan(number: Number) -> bool:
     return on_host(number) and math.isnan(float(number))
 
 
-@dataclass(frozen=True)
-class Weighed:
+class Weighed(NamedTuple):
     """A micro-batch's weighted loss.
 
     Attributes:
         loss: for the engine's backward, 0-dim, with gradient.
         value: its part of the window's logged loss, 0-dim.
-        keeps_scale: it keeps the stock Trainer's scale (see `scaled`).
-        hooks: on the nodes of single terms.
     """
 
     loss: Tensor
     value: Tensor
-    keeps_scale: bool = False
-    hooks: Sequence[RemovableHandle] = ()
-
-    def unhook(self) -> None:
-        """Remove its hooks, before the loss is weighted again."""
-        for hook in self.hooks:
-            hook.remove()
-
-    def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
-        """Loss and value with the stock Trainer's scale, ``stock``."""
-        return self.loss * (stock * micro_batches), self.value * (stock * micro_batches)
 
 
 def weigh(
@@ -78,10 +63,8 @@ def weigh(
         captured: of its forward.
     """
     contract, left, zero_weight = part.contract, part.remaining_divisor, isinstance(inputs, ZeroWeightBatch)
-    if part.is_whole and not zero_weight and not any(each.divides_itself for each in contract.terms):
+    if part.is_whole and not zero_weight:
         return _ready(loss, left, part)
-    if contract.keeps_scale:
-        return _ready(loss, math.inf if zero_weight else left, part, keeps_scale=True)
     terms = without_nothing(read(loss, captured.routers, inside=contract.inside, deep=contract.deep))
     matched = _matched(terms, contract.terms)
     if matched is None and terms and all(term.is_nothing for term in terms):
@@ -89,14 +72,10 @@ def weigh(
         matched = [(spec, []) for spec in contract.terms]
     if matched is None and not zero_weight:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
-        part.other_terms = tuple((each.shape, each.classes) for each in terms)
         part.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
-        # A trainer that scales its loss itself still does.
-        scales = any(each.divides_itself or (each.how is How.NUMBER and contract.custom) for each in contract.terms)
-        # Sums are no means over micro-batches.
-        sums = all(term.readable and not any(each.divides for each in term.factors) for term in terms)
-        left = left / (part.micro_batches * part.world_size) if terms and sums and not scales else left
-        return _ready(loss, left, part, keeps_scale=scales)
+        # What divides by the number of the global batch itself is added up.
+        adds = contract.custom and any(each.how is How.NUMBER for each in contract.terms)
+        return _ready(loss, left / part.micro_batches if adds else left, part)
     alone = len(terms) == 1 and not contract.added
     weighing = _Weighing(loss, part, inputs, items, captured.values, alone=alone)
     weights = [each for place, one in enumerate(matched or ()) for each in weighing.weights(place, *one)]
@@ -134,41 +113,31 @@ def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor
     return "" if shows else f"divides {term.name} by {', '.join(f'{float(each):g}' for each in numbers)}"
 
 
-def _ready(loss: Tensor, weight: Number, part: Part, *, keeps_scale: bool = False) -> Weighed:
+def _ready(loss: Tensor, weight: Number, part: Part) -> Weighed:
     """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
-    return Weighed(weighed, _logged(_settled(weighed.detach().reshape(()), weight == math.inf), part), keeps_scale)
+    return Weighed(weighed, _logged(_settled(weighed.detach().reshape(()), weight == math.inf), part))
 
 
 def _logged(value: Tensor, part: Part) -> Tensor:
     return value if part.engine_divisor == 1 else value / part.engine_divisor
 
 
-def covers(specs: Sequence[TermSpec], terms: Sequence[tuple[Any, int]]) -> bool:
-    """Whether terms of these shapes and classes are those of a contract, or some of them."""
-    singles = Counter(spec.shape for spec in specs if spec.place is not None)
-    if not terms or {shape for shape, _ in terms} - {spec.shape for spec in specs}:
-        return False
-    for spec in specs:
-        alike = [classes for shape, classes in terms if shape == spec.shape]
-        if alike and spec.place is not None and len(alike) != singles[spec.shape]:
-            return False
-        if spec.classes and any(classes != spec.classes for classes in _of_spec(spec, alike)):
-            return False
-    return True
-
-
-def _of_spec(spec: TermSpec, alike: Sequence[Any]) -> Sequence[Any]:
-    """Of what is alike, that of one term, or of its rows."""
-    return alike if spec.place is None else alike[spec.place : spec.place + 1]
-
-
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
     """The terms of every spec; None: some fit no spec, or cannot be distinguished."""
-    checks = any(spec.classes for spec in specs)
-    if not covers(specs, [(term.shape, term.classes if checks else 0) for term in terms]):
+    singles = Counter(spec.shape for spec in specs if spec.place is not None)
+    if not terms or {term.shape for term in terms} - {spec.shape for spec in specs}:
         return None
-    return [(spec, [*_of_spec(spec, [term for term in terms if term.shape == spec.shape])]) for spec in specs]
+    found = list[tuple[TermSpec, list[Term]]]()
+    for spec in specs:
+        alike = [term for term in terms if term.shape == spec.shape]
+        if alike and spec.place is not None and len(alike) != singles[spec.shape]:
+            return None
+        alike = alike if spec.place is None else alike[spec.place : spec.place + 1]
+        if spec.classes and any(term.classes != spec.classes for term in alike):
+            return None
+        found.append((spec, alike))
+    return found
 
 
 class _Weight(NamedTuple):
@@ -206,9 +175,6 @@ class _Weighing:
             elif spec.how in (How.CONSTANT, How.ROUTER) and not self.zero_weight:
                 self.part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
             return []
-        for each in found:
-            for bound in each.path.bounds:
-                self.part.note_bound(each, bound.binds())
         divisor = self._of_mean(place, spec, found) if spec.how is How.MEAN else self._of_other(spec, found)
         if self.zero_weight:
             divisor = math.inf if spec.how in (How.MEAN, How.NUMBER, How.SUM) else divisor
@@ -228,17 +194,11 @@ class _Weighing:
             weight = part.means[part.contract.items] / counted
         elif spec.how is How.SUM:
             weight = weight / (part.micro_batches * part.world_size)
-        weight = weight / _product(term, spec.own)
         if spec.how is How.ROUTER and spec.counts and spec.rule is not None and not self.zero_weight:
             items = spec.rule.count(self.inputs) * spec.ratio
             if differ(counted, items):
                 # In the observed batch it counted padding.
                 part.changed = f"{term.name} is not over every position, as it was in the observed batch"
-        if spec.how is How.PLAIN and spec.counts:
-            for each in found:
-                _keep_finite(each, _read(_product(each, spec.counts)), part)
-            empty = _read(counted) == 0
-            return torch.where(empty, math.inf, weight) if isinstance(empty, Tensor) else math.inf if empty else weight
         return weight
 
     def _of_mean(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Number:
@@ -269,15 +229,14 @@ class _Weighing:
             if each.path.learnt or not is_function:
                 # The gradient of a custom mean over no items is 0 / 0.
                 _keep_finite(each, divisor, part)
-        own, left = _product(term, spec.own) * spec.steps, part.remaining_divisor
+        left = part.remaining_divisor
         if part.is_unpredicted(place):
-            return left / own
+            return left
         n_mean = part.means.get(place, None if rule is None else spec.scaled(part.means[rule]))
         mean: Number = spec.counted[0] * left if n_mean is None else n_mean
         # Without a correction at the end, weights have to use the predicted counts.
         count = divisor if part.is_corrected else predicted
-        weight = mean / count if isinstance(count, Tensor) or count else math.inf
-        return weight / own if spec.divides_itself else weight
+        return mean / count if isinstance(count, Tensor) or count else math.inf
 
     def _rule(self, spec: TermSpec) -> Items | None:
         """The rule that predicts a mean; None: none does, and the window is corrected."""
@@ -321,7 +280,7 @@ class _Weighing:
 
 def _constant(term: Term, spec: TermSpec) -> float | None:
     """What a term is multiplied by, apart from counts and learnt factors; None: it is on a device, or zero."""
-    counts = {*spec.counts, *spec.own}
+    counts = {*spec.counts}
     if term.divides:
         # Of a sum over rows each has its own.
         counts.add(len(term.factors) - 1)
@@ -358,28 +317,14 @@ def _keep_finite(term: Term, count: Number, part: Part) -> None:
         return tuple(None if grad is None else _settled(grad, nothing) for grad in grads)
 
     term.leaf.register_prehook(_guarded(zero, part))
-    product, place = term.path.product or (None, 0)
     for node in term.path.learnt:
-        if node is not product:
-            # Only its outgoing gradients: other terms may have the same factor.
-            node.register_hook(_guarded(lambda grads, _: zero(grads), part))
-    if product is not None:
-
-        def zero_one(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
-            nothing = count == 0 if isinstance(count, Tensor) else True
-            flags = [None if grad is None else torch.zeros_like(grad, dtype=torch.bool) for grad in grads]
-            for flag in flags:
-                if flag is not None:
-                    flag.view(-1)[place] = nothing
-            pairs = zip(grads, flags, strict=True)
-            return tuple(None if grad is None or flag is None else grad.masked_fill(flag, 0.0) for grad, flag in pairs)
-
-        product.register_hook(_guarded(zero_one, part))
+        # Only its outgoing gradients: other terms may have the same factor.
+        node.register_hook(_guarded(lambda grads, _: zero(grads), part))
 
 
 def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, part: Part) -> Weighed:
     """Weight the loss by one base weight, and every term relative to that by a hook on its node."""
-    rest, hooks = loss.detach().reshape(()), list[RemovableHandle]()
+    rest = loss.detach().reshape(())
     total, tops = torch.zeros_like(rest), set[Any]()
     blank, known = dict[Any, Number](), list[tuple[Tensor, Number]]()
     leaves = [term.leaf for term, *_ in weights]
@@ -396,11 +341,10 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
         is_base = isinstance(weight, float) and isinstance(base, float) and weight == base
         # A hook sees the gradients of all terms that share its node.
         top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
-        node, place = term.path.product or (top, None)
-        if (node, place) not in tops and not is_base and not _is_shared(node):
-            tops.add((node, place))
+        if top not in tops and not is_base and not _is_shared(top):
+            tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
-            hooks.append(node.register_prehook(_scaled(relative, place, part)))
+            top.register_prehook(_scaled(relative, part))
     if added := part.contract.added or any(term.path.added for term, *_ in weights):
         # A mean over no items hides what is added to it.
         hides = [each.isnan() & (weight == math.inf) for each, weight in known]
@@ -410,7 +354,7 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
         of_blank = next(iter(blank.values())) if len(blank) == 1 else part.remaining_divisor
         of_rest = base if added else of_blank
         total = total + _settled(rest / _cast(of_rest, rest), of_rest == math.inf)
-    return Weighed(loss / _cast(base, loss), _logged(total, part), hooks=hooks)
+    return Weighed(loss / _cast(base, loss), _logged(total, part))
 
 
 def _is_shared(node: Any) -> bool:
@@ -429,19 +373,13 @@ def _value(term: Term, values: Values | None) -> Tensor | None:
     return None if value is None else value.reshape(())
 
 
-def _scaled(weight: Number, place: int | None, part: Part) -> Any:
-    """A hook that divides a gradient, or one element of it."""
-    return _guarded(
-        lambda grads: tuple(None if each is None else _divided(each, weight, place) for each in grads), part
-    )
+def _scaled(weight: Number, part: Part) -> Any:
+    """A hook that divides a gradient."""
 
+    def divided(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else (each / _cast(weight, each)).to(each.dtype) for each in grads)
 
-def _divided(grad: Tensor, weight: Number, place: int | None) -> Tensor:
-    if place is None:
-        return (grad / _cast(weight, grad)).to(grad.dtype)
-    of_all = torch.ones_like(grad)
-    of_all.view(-1)[place] = weight
-    return grad / of_all
+    return _guarded(divided, part)
 
 
 def _guarded(hook: Callable[..., Any], part: Part) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ Value = TypeVar("Value")
 OTHER_COUNTS = "its terms divide by another number of items than predicted"
 #: Why a loss is not observed: only what training runs is run.
 MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
-MADE_BY_STEP = "its training_step computes the loss without compute_loss, and is not run except to train"
+MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run except to train"
 
 
 @dataclass(frozen=True)
@@ -257,11 +257,9 @@ class Host(ABC):
             handed=handed,
             is_cut=self.cuts_samples,
             hands_number=hands_number,
-            steps=self.steps,
             world_size=self.data_ranks,
             rounded=self.rounds_products,
             decoder_pad=decoder_pad(bare),
-            has_stock=self.has_stock,
             **more,
         )
 
@@ -275,8 +273,8 @@ class Host(ABC):
 
     @property
     def contract(self) -> LossContract | None:
-        """Of the first task's loss; None: it was not observed yet."""
-        return self.state.losses.first.contract
+        """How the loss is reduced; None: it was not observed yet."""
+        return self.state.loss.contract
 
     def contained(self, what: str, look: Callable[[], Value], instead: Value) -> Value:
         """The result of looking at something, or ``instead`` if that fails: no look ends a training."""
@@ -299,16 +297,17 @@ class Host(ABC):
         logger.debug("%s failed", what, exc_info=error)
 
     def stand_aside(self) -> None:
-        """Let the training go on as without us, since looking at its loss failed on a rank."""
-        state, words = self.state, "looking at its loss failed on another rank"
+        """Let the training go on as without us: its loss cannot be read, or looking at it failed on a rank."""
+        state, plain = self.state, self.contract
         state.aside = True
-        # Once, whatever this rank has said of it already.
-        if "inexact" not in self.warned:
-            outcome = "The training goes on as without hf_accum_fix, and is not exact"
-            self.warn_once("trouble", f"{self.where}: {words}. {outcome}")
+        if plain is None or not plain.as_stock:
+            plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed on another rank")
+            # Once, whatever this rank has said of it already.
+            if "inexact" not in self.warned:
+                outcome = "The training goes on as without hf_accum_fix, and is not exact"
+                self.warn_once("trouble", f"{self.where}: {plain.reason}. {outcome}")
         if not state.recorded:
-            plain = LossContract(Reduction.PLAIN, reason=words)
-            self.contained("reporting a loss", lambda: self.record(plain, self.steps), None)
+            self.contained("reporting a loss", partial(self.record, plain, self.steps), None)
         state.amend(exact=False)
 
     def warn_once(self, name: str, message: str) -> None:
@@ -326,7 +325,7 @@ class Host(ABC):
         """Warn that this window, or several since the last log, are not exact."""
         self.state.note_inexact(windows=windows)
         # The mean of a single micro-batch is exact over any items.
-        if self.is_split or (self.contract is not None and self.contract.depends_on_number):
+        if self.is_split or (self.contract is not None and self.contract.by_number):
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
             self.warn_once("inexact window", f"{self.head}: {words}")
 
@@ -337,7 +336,7 @@ class Host(ABC):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.
             if self.data_ranks == 1:
-                state.losses.windows_to_correct = ALWAYS
+                state.loss.windows_to_correct = ALWAYS
         state.unread = 0
         if "empty" not in self.warned and bool(state.empty):
             self.warn_once(
@@ -373,7 +372,6 @@ class Host(ABC):
                 "accumulation_steps": micro_batches,
                 "world_size": self.data_ranks,
                 "reduced_in": reduced_in(self.accelerator, model) if self.data_ranks > 1 and model is not None else [],
-                **state.facts(),
                 **({} if self.coupled is None else self.coupled.facts()),
                 **self.reached.facts(),
                 **more,

@@ -82,7 +82,7 @@ class LoopHost(Host):
     @property
     def readable(self) -> bool:
         # A loss of one term is corrected without reading.
-        return self.reads_are_free and any(len(each.terms) > 1 for each in self.state.losses.contracts)
+        return self.reads_are_free and self.contract is not None and len(self.contract.terms) > 1
 
     @property
     def corrects_alone(self) -> bool:
@@ -113,16 +113,16 @@ class LoopHost(Host):
             return window
         # The mean over its micro-batches, as a loop has it without this package.
         plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
-        self.state.losses.first.contract = plain
+        self.state.loss.contract = plain
         self.router.forget()
         self.coupled = None
         part = Part(plain, {Items(): self.zero}, len(batches), self.data_ranks, False, engine_divisor(self.accelerator))
-        return Window(self, list(batches), WindowCounts(self.zero, [{} for _ in batches], None, [part]))
+        return Window(self, list(batches), WindowCounts(part, self.zero, [{} for _ in batches]))
 
     def refresh_loss_source(self, batches: Sequence[Batch]) -> None:
         given = self.options.contract
         if self.trained is None:
-            if given is None and batches and not self.state.losses.first.is_settled:
+            if given is None and batches and not self.state.loss.is_settled:
                 raise ContractError(
                     "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
                     "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,13 +62,10 @@ class Window:
     copied: bool = False
     stock_number: Any = None
 
-    def part_of(self, batch: Any) -> Part:
-        """The part of a micro-batch."""
-        parts = self.counts.parts
-        if len(parts) == 1:
-            return parts[0]
-        contract = self.host.state.losses.contract_of(batch)
-        return next(part for part in parts if part.contract is contract)
+    @property
+    def part(self) -> Part:
+        """Its denominators, and what its micro-batches have divided by."""
+        return self.counts.part
 
     def items_of(self, batch: Any) -> Counts:
         """Items of a micro-batch by each rule, 0-dim; a copy or a part of one is counted again."""
@@ -77,25 +73,15 @@ class Window:
             if one is batch:
                 return items
         self.copied = True
-        part = self.part_of(batch)
-        return count_by_rules(part.contract.rules, [batch], part.device)[0][0]
+        return count_by_rules(self.part.contract.rules, [batch], self.part.device)[0][0]
 
     def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
-        """Weight the loss of a micro-batch before its backward.
-
-        A window whose first micro-batch is unlike the prediction is counted again, which may run its forwards.
-        ``inputs``: of its forward; a `ZeroWeightBatch` counts nothing.
-        """
-        part = self.part_of(batch)
-        weighed = weigh(loss, part, inputs, self.items_of(batch), captured)
-        if part.is_unlike and self._counted_again(part, captured):
-            weighed.unhook()
-            weighed = weigh(loss, self.part_of(batch), inputs, self.items_of(batch), captured)
-        return weighed
+        """Weight the loss of a micro-batch before its backward; ``inputs``: of its forward (see `weigh.weigh`)."""
+        return weigh(loss, self.part, inputs, self.items_of(batch), captured)
 
     def average(self, loss: Tensor, divided: int = 1) -> Weighed:
         """A loss that was scaled by its rule, over G; ``divided``: the part of G by which it was divided already."""
-        steps, by_engine = len(self.batches), divided * self.counts.parts[0].engine_divisor
+        steps, by_engine = len(self.batches), divided * self.part.engine_divisor
         # New tensors: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
         value = loss.detach() * 1.0 if divided == steps else loss.detach() * divided / steps
         if self.host.coupled is not None:
@@ -106,76 +92,43 @@ class Window:
         """Add a micro-batch's part of the logged loss."""
         self.value = value if self.value is None else self.value + value
 
-    def _counted_again(self, unlike: Part, captured: Captured) -> bool:
-        """Count it again, since its first micro-batch is unlike the prediction; False: not possible in mid-window.
-
-        Its losses are observed again if one has other terms, and counted by forwards if one divides by other items.
-
-        Several ranks would have to do it together, and a gradient that was added cannot be weighted again. A loss that
-        was not exact may depend on state that a forward writes, which this micro-batch's backward still needs.
-        """
-        host, losses = self.host, self.host.state.losses
-        if self.done or host.world_size > 1 or not unlike.contract.exact:
-            return False
-        if not unlike.other_terms:
-            for loss in losses.each:
-                loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is unlike.contract
-        elif not losses.use_earlier(unlike.contract, unlike.other_terms):
-            losses.reconsider()
-            if not losses.reconsiders:
-                return False
-            settle(host, self.batches, self.counts.number)
-        counted = count_window(host, self.batches, self.counts.number)
-        assert counted is not None
-        self.counts = counted
-        contracts = [part.contract for part in counted.parts]
-        if captured.values is None and any(each.groups > 1 or each.added for each in contracts):
-            host.report_inexact(
-                "its loss has new terms, which its log averages over micro-batches (its gradient does not)"
-            )
-        return True
-
     def close(self, model: nn.Module) -> Tensor | float | None:
         """Correct the gradient if the losses divided by another number of items than predicted; warn if they changed.
 
         Returns:
             What gradient and ``value`` were multiplied by; None: nothing.
         """
-        host, state, losses = self.host, self.host.state, self.host.state.losses
+        host, state, part, loss = self.host, self.host.state, self.part, self.host.state.loss
         self.ended = True
         host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
-        is_read = any(each.is_read for each in losses.contracts)
-        may_change = losses.may_change or state.opened < ATTEMPTS
-        if may_change and host.knows_other_ranks and host.is_split and is_read:
-            losses.reconsider()
+        may_change = state.opened < ATTEMPTS and loss.contract is not None and loss.contract.is_read
+        if may_change and host.knows_other_ranks and host.is_split:
+            loss.reconsider()
         if not self.batches:
             return None
         if skipped := len(self.batches) - self.done:
             host.report_inexact(f"{skipped} of its micro-batches were skipped")
-        parts = list(dict.fromkeys(map(self.part_of, self.batches)))
-        for part in parts if self.copied else ():
-            its = zip(self.batches, self.counts.each, strict=False)
-            part.plan([items for batch, items in its if self.part_of(batch) is part])
-        times = self._correction(parts)
-        looked = (host.contained(_READING, partial(self._differs, part), None) for part in parts)
-        if unread := [differs for differs in looked if differs is not None]:
-            state.unread = state.unread + torch.stack(unread).any().long()
-        mispredicted = isinstance(times, float) and any(part.contract.rules for part in parts)
-        if host.knows_other_ranks and (mispredicted or any(part.changed for part in parts)):
-            losses.reconsider()
+        if self.copied:
+            part.plan(self.counts.each)
+        times = self._correction()
+        unread = host.contained(_READING, self._differs, None)
+        if unread is not None:
+            state.unread = state.unread + unread.long()
+        if host.knows_other_ranks and (part.changed or (isinstance(times, float) and part.contract.rules)):
+            loss.reconsider()
         if times is not None:
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
         host.check_reached(times)
         return times
 
-    def _correction(self, parts: Sequence[Part]) -> Tensor | float | None:
+    def _correction(self) -> Tensor | float | None:
         """Predicted over seen items, the factor for gradient and logged loss; None: 1."""
-        host, several = self.host, self.host.data_ranks > 1
-        if not parts[0].is_corrected or not (several or any(part.counted for part in parts)):
+        host, part, several = self.host, self.part, self.host.data_ranks > 1
+        if not part.is_corrected or not (several or part.counted):
             return None
-        read = host.contained(_READING, lambda: torch.stack([part.counts() for part in parts]).sum(dim=0), None)
+        read = host.contained(_READING, part.counts, None)
         # The other ranks wait for a rank whose counts cannot be read.
         sums = torch.stack([host.zero, host.zero]) if read is None else read
         sums = host.summed(sums) if several else sums
@@ -187,9 +140,9 @@ class Window:
         times = (predicted or 1.0) / seen if seen else 1.0
         return None if abs(times - 1) <= 1e-12 else times
 
-    def _differs(self, part: Part) -> Tensor | None:
+    def _differs(self) -> Tensor | None:
         """Report a loss that changed, or counts other than predicted; returns what to read later."""
-        host, differs = self.host, part.broken()
+        host, part, differs = self.host, self.part, self.part.broken()
         if differs is not None and not (host.readable or part.changed):
             return differs
         if part.changed:
@@ -215,14 +168,15 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         error: raised while this rank fetched its window; it is raised on all ranks.
 
     Raises:
-        StandAsideError: looking failed on a rank, so that all train as stock.
+        StandAsideError: looking failed on a rank, or the loss cannot be read, so that all train as stock.
     """
-    settle(host, batches, number, error)
-    counts = count_window(host, batches, number, error)
-    if counts is None:
-        settle(host, batches, number, error, asked=True)
-        counts = count_window(host, batches, number, error)
-        assert counts is not None
+    counts, asked = None, False
+    while counts is None:
+        # Once more where a rank has a changed loss.
+        settle(host, batches, number, error, asked=asked)
+        if host.contract is not None and host.contract.as_stock:
+            raise StandAsideError
+        counts, asked = count_window(host, batches, number, error), True
     if host.readable:
         host.contained("reading what windows have shown", host.read, None)
     return Window(host, list(batches), counts)

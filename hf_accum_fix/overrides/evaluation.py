@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, sample_count
+from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, labels_of, sample_count
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
@@ -82,14 +81,12 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
 
 def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContract, str]:
     """How the loss of a batch is reduced, and why it has no mean over items; empty: it has."""
-    task = task_of(inputs)
-    # Several ranks would have to observe a new task together.
-    if session.contract is None or session.world_size == 1 or session.state.losses.of(task) is not None:
+    if session.contract is None or session.world_size == 1:
         settle(session, [inputs])
-    losses, contract = session.state.losses, session.contract
+    contract = session.contract
     assert contract is not None
-    if losses.of(task) is not losses.first or len(losses.each) > 1:
-        return contract, "its batches have several tasks, each with its own loss"
+    if labels_of(inputs) != session.state.loss.labels:
+        return contract, "its batches have other labels than those the loss was observed on"
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
         return contract, "the loss has several terms, each a mean over its own items"
     has_mean = contract.reduction in (Reduction.NUMBER, Reduction.MEAN)

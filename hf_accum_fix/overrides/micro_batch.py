@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
-from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
@@ -37,15 +36,12 @@ from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.stock_scale import announce_first_loss
 from hf_accum_fix.overrides.trainer_facts import (
-    averages_tokens,
     counts_itself,
     gradient_versions,
     is_custom,
     scales_itself,
 )
-from hf_accum_fix.overrides.unobserved import divides_by, weigh_by_divisor
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -129,10 +125,9 @@ class MicroBatch:
     Attributes:
         batch: as fetched.
         is_own: the step got it, not another object.
-        part: of the window, that has its loss; another one after the window was counted again.
+        part: of the window.
         inputs: of its forward, as a ``compute_loss`` got them.
         zero_weight: it counts nothing.
-        losses: of it that were weighted.
         weighed: the last of them, summed over the window and averaged over ranks the global batch's.
         value: its part of the logged loss, once the engine has got the loss.
     """
@@ -142,13 +137,11 @@ class MicroBatch:
         # If the step gets another object, take the batch at its place.
         at_its_place = window.batches[min(window.done, len(window.batches) - 1)]
         self.batch = next((batch for batch in window.batches if batch is inputs), at_its_place)
-        self.is_own, self.part = self.batch is inputs, window.part_of(self.batch)
+        self.is_own, self.part = self.batch is inputs, window.part
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
-        self.losses = 0
         self.weighed: Weighed | None = None
         self.value: Tensor | None = None
-        self._node: Any = None
         self._inside = False
         trainer, self._engine = session.trainer, session.trainer.accelerator
         self._model = trainer.model_wrapped
@@ -190,8 +183,6 @@ class MicroBatch:
                 result = self._compute_loss(model, inputs, *args, **kwargs)
             if self._looks and self.window.gradients != gradient_versions(self._model):
                 session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
-            if session.replaced_step is not None:
-                return result
             # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
             # on the model's output that divide once more.
             weighed = partial(self._weigh, result[0] if isinstance(result, tuple) else result)
@@ -212,9 +203,9 @@ class MicroBatch:
 
         ``given``: the number that a custom ``compute_loss`` passed on.
         """
-        session, trainer = self.session, self.session.trainer
+        session = self.session
         part, contract = self.part, self.part.contract
-        if not (contract.terms or contract.custom or contract.keeps_scale):
+        if not (contract.terms or contract.custom):
             return run_by_rule(
                 part,
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
@@ -224,12 +215,9 @@ class MicroBatch:
             )
         # Without a number a model returns its own mean.
         passed = (given if contract.custom else part.number) if contract.hands_number else None
-        if contract.keeps_scale or (part.is_whole and counts_itself(trainer)):
+        if part.is_whole and counts_itself(session.trainer):
             passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
-        if contract.keeps_scale and passed is not None and session.accepts_number and averages_tokens(trainer):
-            # As upstream does before the engine's mean over ranks.
-            loss = loss * session.data_ranks
         if loss.requires_grad or contract.items is None or not torch.is_grad_enabled():
             return loss, outputs
         # A constant without a graph: with a dummy target every parameter gets a zero gradient.
@@ -238,22 +226,15 @@ class MicroBatch:
 
     def _weigh(self, loss: Tensor) -> bool:
         """Weight a loss of this micro-batch; True: that is done."""
-        session, window, contract, steps = self.session, self.window, self.part.contract, len(self.window.batches)
-        self._node = loss.grad_fn
-        if contract.terms or contract.keeps_scale:
+        session, window, contract = self.session, self.window, self.part.contract
+        if contract.terms:
             inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
             with overridden(self, "_inside", True):
                 self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
-            self.part = window.part_of(self.batch)
         else:
-            if session.replaced_step is not None:
-                divided = divides_by(loss, {steps, session.steps})
-            else:
-                divided = contract.custom and scales_itself(session.trainer)
-            loss = weigh_by_divisor(loss, session, self.part, self.losses) if contract.by_divisor else loss
+            divided = contract.custom and scales_itself(session.trainer)
             loss = loss * 0.0 if self.zero_weight and contract.custom else loss
-            self.weighed = window.average(loss, steps if divided else 1)
-        self.losses += 1
+            self.weighed = window.average(loss, len(window.batches) if divided else 1)
         return True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
@@ -263,33 +244,18 @@ class MicroBatch:
         if self._inside:
             return self._backward(loss, **kwargs)
         with self._refusing():
-            if self.session.replaced_step is not None:
-                self.session.contained("weighting the loss of a micro-batch", partial(self._weigh, loss), False)
             if self.weighed is not None:
+                session, (loss, self.value) = self.session, self.weighed
+                if self.window.done == 0 and not session.state.recorded:
+                    announce = partial(session.announce, self.part.contract, len(self.window.batches))
+                    session.contained("reporting a loss", announce, None)
                 # The engine may divide by another number than in other micro-batches.
-                divides = engine_divisor(self._engine, **kwargs)
-                loss = self._scaled(self.weighed, loss, divides)
-                divided = divides / self.part.engine_divisor
-                if self.session.over_ranks is not None and not self.weighed.keeps_scale:
-                    divided *= self.session.over_ranks
+                divided = engine_divisor(self._engine, **kwargs) / self.part.engine_divisor
+                if session.over_ranks is not None:
+                    divided *= session.over_ranks
                 loss = loss if divided == 1 else loss * divided
             set_last_micro_batch(self._engine, self.is_last)
             return self._backward(loss, **kwargs)
-
-    def _scaled(self, weighed: Weighed, passed: Tensor, divides: int) -> Tensor:
-        """The loss for the engine, whose value is logged; ``passed``: the step's, which the engine ``divides``."""
-        window, steps, keeps_scale = self.window, len(self.window.batches), weighed.keeps_scale
-        is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
-        if is_news or keeps_scale:
-            # On the loss since ``compute_loss`` returned it.
-            factor = _times(passed, self._node)
-        if is_news:
-            announce = partial(announce_first_loss, self.session, window, self.part, factor * steps / divides)
-            self.session.contained("reporting a loss", announce, None)
-        # Some terms may keep the stock Trainer's scale, and its engine's division.
-        stock = factor / divides
-        loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
-        return loss
 
     def end(self) -> Tensor | None:
         """End it after its step, and with the last one the window.
@@ -308,8 +274,6 @@ class MicroBatch:
             )
         if loss is not None:
             window.add(loss)
-        elif session.replaced_step is not None and session.is_split:
-            session.not_exact("no loss", "passed no loss of a micro-batch to accelerator.backward")
         window.done += 1
         if window.done < len(window.batches):
             window.gradients = gradient_versions(self._model) if self._looks else None
@@ -328,9 +292,3 @@ class MicroBatch:
         except AccumFixError as error:
             self.session.refused = error
             raise
-
-
-def _times(loss: Tensor, node: Any) -> float:
-    """What a loss multiplies one of its nodes by."""
-    factors = [factor for term in read(loss, (node,)) if term.leaf is node for factor in term.factors]
-    return math.prod(float(1 / each.value if each.divides else each.value) for each in factors)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, TypeAlias
 
-from accelerate import PartialState
+import transformers
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -18,13 +17,12 @@ from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Redu
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.observe import shift_of
-from hf_accum_fix.accumulation.own_scale import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host
-from hf_accum_fix.core.state import Losses
+from hf_accum_fix.core.state import LossState
 from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
@@ -36,9 +34,14 @@ from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
 from hf_accum_fix.router.load_balancing import LENDER
+from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
 
+logger = logging.getLogger("hf_accum_fix")
+
+#: Stock passes no count to heads that would divide by it, so that it trains 1/G of their gradient.
+_NUMBER_DROPPED = is_present("item-count-dropped-again", transformers.__version__)
 #: The trainer's attribute for its session.
 SESSION = "_hf_accum_fix_session"
 #: The marker in a trainer's state, and so in its checkpoints.
@@ -137,7 +140,7 @@ class Session(Host):
     @property
     def custom_loss(self) -> Callable[..., Any] | None:
         """The custom loss that is trained; None: it is the base's."""
-        return facts_of.compute_loss_of(self.trainer) if self.replaced_step is None else self.loss_of_step
+        return facts_of.compute_loss_of(self.trainer)
 
     @property
     def router_loss_depends_on_split(self) -> bool:
@@ -148,6 +151,13 @@ class Session(Host):
 
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
+
+    def announce(self, contract: LossContract, steps: int) -> None:
+        """Record for report(), and log, how the loss of this training is reduced."""
+        self.record(contract, steps, router_loss=self.router.in_force.value)
+        if self.rank == 0:
+            router = f", {self.router.in_force}" if contract.has_router_loss else ""
+            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, steps, self.data_ranks)
 
     def warn_off(self, off: Mapping[str, str]) -> None:
         """Warn once of each feature that is off in this training."""
@@ -222,17 +232,6 @@ class Session(Host):
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
 
-    def loss_of_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Tensor:
-        """What `replaced_step` passes to ``accelerator.backward``, as a ``compute_loss``; nothing is run backward."""
-        step, passed = self.replaced_step, list[Tensor]()
-        assert step is not None
-        given = {"num_items_in_batch": num_items_in_batch} if declared.has_parameter(step, "num_items_in_batch") else {}
-        with overridden(self.trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)):
-            step(model, inputs, **given)
-        if not passed:
-            raise RuntimeError(f"{type(self.trainer).__name__}.training_step passed no loss to accelerator.backward")
-        return passed[0]
-
     def loss_in_training(
         self, custom: Callable[..., Any] | None, model: nn.Module, inputs: Any, number: Tensor | None, **given: Any
     ) -> tuple[Tensor, Any]:
@@ -251,10 +250,8 @@ class Session(Host):
 
         calls = list[bool]()
         with ExitStack() as stack:
-            # A custom step does this itself.
-            if custom != self.loss_of_step:
-                inputs = self.trainer._prepare_inputs(inputs)
-                stack.enter_context(self.trainer.compute_loss_context_manager())
+            inputs = self.trainer._prepare_inputs(inputs)
+            stack.enter_context(self.trainer.compute_loss_context_manager())
             if self.context_parallel:
                 stack.enter_context(attention_over_ranks(self.accelerator, inputs)())
             if custom is None:
@@ -281,7 +278,6 @@ class Session(Host):
                 self.bare(trainer.model),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
-                more_steps=self._more_steps,
                 kept_back=lambda: self.kept_back,
                 hand_on=lambda: setattr(self, "requires_number", True),
             )
@@ -299,21 +295,6 @@ class Session(Host):
             with nullcontext() if self.custom_loss is None else PythonState(trainer, leave=run.leave):
                 yield run
 
-    @contextmanager
-    def _more_steps(self, ranks: int) -> Iterator[None]:
-        """Double the steps in the arguments, triple the trainer's window, and multiply the ranks."""
-        trainer, args, processes = self.trainer, self.trainer.args, ranks * PartialState().num_processes
-        window = getattr(trainer, "current_gradient_accumulation_steps", self.steps)
-        with (
-            overridden(args, "gradient_accumulation_steps", 2 * self.steps),
-            overridden(trainer, "current_gradient_accumulation_steps", 3 * window),
-            overridden(args, "per_device_train_batch_size", BATCH_SIZE * args.per_device_train_batch_size),
-            overridden(trainer, "_train_batch_size", BATCH_SIZE * trainer._train_batch_size),
-            overridden(PartialState(), "num_processes", processes),
-            overridden(trainer.accelerator.state, "num_processes", processes),
-        ):
-            yield
-
     # --- how it is reduced -------------------------------------------------------------------------------------------
 
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
@@ -323,7 +304,7 @@ class Session(Host):
         computed_by = (accepts, self.func, trainer.label_smoother)
         if self.computed_by == computed_by:
             return
-        self.computed_by, self.state.losses, self.router.form = computed_by, Losses(), None
+        self.computed_by, self.state.loss, self.router.form = computed_by, LossState(), None
         self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
         required = self.passes_number and declared.requires_number(trainer.model_wrapped)
         self.requires_number = required or self.func is not None
@@ -337,7 +318,7 @@ class Session(Host):
             )
 
     def facts(self, batches: Sequence[Any], number: Any) -> Facts:
-        trainer, compute_loss, func, step = self.trainer, self.custom_loss, self.func, self.replaced_step
+        trainer, compute_loss, func = self.trainer, self.custom_loss, self.func
         # Where nothing is counted, training passes None.
         counts = number is not None or facts_of.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
         handed = compute_loss is not None and facts_of.hands_number(compute_loss) and counts
@@ -349,16 +330,16 @@ class Session(Host):
             hands_number=self.requires_number,
             custom=compute_loss is not None,
             func=func is not None,
-            multiplies=facts_of.averages_tokens(trainer),
+            own=facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.data_ranks),
+            has_stock=compute_loss is not None or func is not None or not _NUMBER_DROPPED,
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
             upstream_number=None if number is None else float(number),
         )
-        plain = LossContract(Reduction.PLAIN, custom=setting.custom)
-        if not all(isinstance(batch, Mapping) for batch in batches):
-            made_later = replace(plain, by_divisor=facts_of.declares_scale(trainer), reason=MADE_LATER)
-            return Facts(setting, unobserved=made_later)
-        if step is not None and not facts_of.code_mentions(inspect.unwrap(step), "compute_loss", "accelerator"):
-            return Facts(setting, unobserved=replace(plain, by_divisor=True, reason=MADE_BY_STEP))
+        made_later = not all(isinstance(batch, Mapping) for batch in batches)
+        if made_later or self.replaced_step is not None:
+            reason = MADE_LATER if made_later else MADE_BY_STEP
+            plain = LossContract(Reduction.PLAIN, custom=True, as_stock=True, doubt=reason, reason=reason)
+            return Facts(setting, unobserved=plain)
         self._settle_shift(batches)
         doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
         if any(map(has_own_hooks, self.model.parameters())):

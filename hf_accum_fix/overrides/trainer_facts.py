@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from types import CellType, CodeType
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.declared import has_parameter
+from hf_accum_fix.accumulation.declared import has_parameter, takes_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: The modules of the base Trainer, with and without the patch.
 _OURS = ("hf_accum_fix.trainer", Trainer.__module__)
 _MICRO_BATCH = "hf_accum_fix.overrides.micro_batch"
+#: Names of the number of ranks.
+_RANKS = {"num_processes", "world_size", "get_world_size", "n_gpu"}
 
 
 def data_ranks(trainer: TrainerLike) -> int:
@@ -97,25 +99,42 @@ def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
     """Whether a method names ``training_step``, or calls a method of its class that does."""
     # A wrapper's closure has what it calls.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    if code_mentions(function, "training_step") or any(callable(each) and not isinstance(each, type) for each in held):
+    is_known = hasattr(function, "__code__")
+    if not is_known or any(callable(each) and not isinstance(each, type) for each in held):
         return True
-    for name in {*function.__code__.co_names} - seen:
-        seen.add(name)
-        helper = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
-        own = inspect.isfunction(helper) and helper.__module__ != Trainer.__module__
-        if own and _calls_base(cls, helper, seen):
-            return True
-    return False
+    return any("training_step" in names for names in _names_below(cls, function, seen))
 
 
-def code_mentions(function: Any, *wanted: str) -> bool:
-    """Whether the code of a function names all of these; True if it has no code."""
-    pending = [function.__code__] if hasattr(function, "__code__") else []
-    missing = set(wanted) if pending else set()
-    for code in pending:
-        missing -= set(code.co_names)
+def _names_below(cls: type, function: Any, seen: set[str]) -> Iterator[set[str]]:
+    """What the code of a method names, and that of the methods of its class which it names."""
+    pending, names = [getattr(function, "__code__", None)], set[str]()
+    for code in filter(None, pending):
+        names |= {*code.co_names, *code.co_freevars, *(each for each in code.co_consts if isinstance(each, str))}
         pending += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return not missing
+    yield names
+    for name in names - seen:
+        seen.add(name)
+        method = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
+        if inspect.isfunction(method) and method.__module__ != Trainer.__module__:
+            yield from _names_below(cls, method, seen)
+
+
+def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> frozenset[int]:
+    """G and W, those above 1, if the code of the trainer's own loss or step names the accumulation steps or the ranks.
+
+    A trainer that declares its scale has no other: of one that says that the model takes no number, though it does, or
+    that its loss is not scaled, the Trainer divides by G.
+    """
+    if declares_scale(trainer) or (
+        takes_number(trainer.model) and not getattr(trainer, "model_accepts_loss_kwargs", True)
+    ):
+        return frozenset()
+    own = [compute_loss_of(trainer), vars(trainer).get("training_step"), getattr(trainer, "compute_loss_func", None)]
+    own += [type(trainer).training_step] if is_custom(trainer, "training_step") else []
+    seen = set[str]()
+    names = {n for each in own if each for its in _names_below(type(trainer), inspect.unwrap(each), seen) for n in its}
+    found = {*(steps if any("accum" in name for name in names) else ()), *((ranks,) if names & _RANKS else ())}
+    return frozenset(each for each in found if each > 1)
 
 
 def counts_itself(trainer: TrainerLike) -> bool:

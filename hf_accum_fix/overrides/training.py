@@ -23,7 +23,6 @@ from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shard
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
-from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.upstream.defects import is_present
@@ -74,9 +73,6 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield sys.modules[Trainer.__module__], "skip_first_batches", skip_first_batches
     if is_custom(trainer, "get_batch_samples"):
         yield trainer, "get_batch_samples", _count_returned
-    if session.replaced_step is not None:
-        # It never reaches the class's.
-        yield trainer, "training_step", _step
     yield accelerator, "backward", _backward
     yield accelerator, "clip_grad_norm_", _clip
     yield trainer, "log", _log
@@ -163,7 +159,7 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
 
 def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
     """Train as stock where a trainer counts the items that its model divides by in its own way."""
-    counts, contract = window.counts, window.counts.parts[0].contract
+    counts, contract = window.counts, window.part.contract
     if number is None or contract.custom or not session.accepts_number or not session.reads_are_free:
         return
     of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
@@ -178,11 +174,11 @@ def _number_of(session: Session, window: Window | None, upstream_number: Any) ->
     trainer = session.trainer
     if window is None:
         return stock_number(session, upstream_number)
-    counts, part = window.counts, window.counts.parts[0]
+    counts, part = window.counts, window.part
     contract, number, averages = part.contract, counts.number, averages_tokens(trainer)
     # Of all ranks, or of this one.
     window.stock_number = number.long() if number is not None and averages else upstream_number
-    if number is None or contract.keeps_scale:
+    if number is None:
         return window.stock_number
     if contract.items is not None and not contract.custom:
         return counts.total.long()
@@ -209,11 +205,6 @@ def stock_number(session: Session, upstream_number: Any) -> Any:
 
 
 # --- a step: what comes from outside of a micro-batch ----------------------------------------------------------------
-
-
-def _step(session: Session, step: Original, *args: Any, **kwargs: Any) -> Any:
-    """A custom step, as a micro-batch."""
-    return training_step(step, session.trainer, args, kwargs, options=session.options)
 
 
 def _backward(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:

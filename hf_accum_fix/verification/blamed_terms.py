@@ -47,9 +47,6 @@ def shares(loss: Tensor, weight: float, gradient: Callable[[], Tensor]) -> list[
     """The terms of the loss of one micro-batch, made under anomaly detection, which records lines of code."""
     terms = read(loss, deep=True)
     places = [_place(term.leaf) for term in terms]
-    if any(term.path.product for term in terms):
-        # No single node has such a term's gradient.
-        places = [()] * len(terms)
     return [
         TermShare(place, its[0].name, _scale(its, weight), _alone(its, terms, gradient))
         for place, its in _grouped(places, terms).items()

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.items import has_rows
+from hf_accum_fix.accumulation.items import Labels, has_rows, labels_in_words, labels_of
 from hf_accum_fix.accumulation.noise import seed
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -105,12 +104,12 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     kinds = _kinds(collate, rows) if trainer.args.world_size == 1 else {}
     if len(kinds) > 1 and samples is not None:
         raise UnsupportedSetupError(
-            f"got samples with {' and with '.join(map(describe, kinds))}; expected samples of one task, because they "
-            "are mixed in new micro-batches; pass samples=[...] of one task"
+            f"got samples with {' and with '.join(map(labels_in_words, kinds))}; expected samples of one task, because "
+            "they are mixed in new micro-batches; pass samples=[...] of one task"
         )
     if len(kinds) > 1:
         kind, rows = next(iter(_kinds(collate, first_rows(_SEVERAL_TASKS * windows * size)).items()))
-        notes.append(f"the samples are of several tasks; only those with {describe(kind)} were split")
+        notes.append(f"the samples are of several tasks; only those with {labels_in_words(kind)} were split")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         number = f"{len(rows)} sample{'' if len(rows) == 1 else 's'}"
@@ -151,17 +150,17 @@ def _first(rows: Generator[Any, None, None], number: int) -> list[Any]:
         return list(islice(rows, number))
 
 
-def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Task, list[Any]]:
+def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Labels, list[Any]]:
     """The samples by task; as one task, if the collator rejects single samples."""
-    found: dict[Task, list[Any]] = {}
+    found: dict[Labels, list[Any]] = {}
     for place, row in enumerate(rows):
         seed(place)
         try:
-            kind = task_of(fresh(collate)([row]))
+            kind = labels_of(fresh(collate)([row]))
         except Exception:
             # The split into single samples reports this error.
             logger.debug("a sample could not be collated alone", exc_info=True)
-            return {task_of(None): list(rows)}
+            return {labels_of(None): list(rows)}
         found.setdefault(kind, []).append(row)
     return found
 
