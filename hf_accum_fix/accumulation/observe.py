@@ -102,9 +102,10 @@ class _Observation:
             self.setting = replace(self.setting, hands_number=True)
             found = self._learnt()
         found = with_kept_size(found, self.whole, self.window) if self.setting.custom or self.setting.func else found
-        found = self._with_doubts(found, norm)
+        scale = own_scale(found, self.whole, self.setting)
+        found = self._with_doubts(found, norm, scale)
         depends = self._depends_on_number(found) or found.by_number or How.NUMBER in {each.how for each in found.terms}
-        found = found.of_two_fates(takes_number=depends and self.setting.has_stock)
+        found = found.of_two_fates(takes_number=(depends or scale is not None) and self.setting.has_stock)
         if found.items is None and found.hands_number:
             # Its number counts as upstream's does.
             found = replace(found, items=number_rule(self.whole.batch, self.window, self.setting))
@@ -225,8 +226,11 @@ class _Observation:
 
     # -------------------------------------------------------------------------------------------- what is said
 
-    def _with_doubts(self, found: LossContract, norm: str | None) -> LossContract:
-        """The contract, with what makes any loss depend on the split; ``norm``: a BatchNorm in training mode."""
+    def _with_doubts(self, found: LossContract, norm: str | None, scale: float | None) -> LossContract:
+        """The contract, with what makes any loss depend on the split.
+
+        ``norm``: a BatchNorm in training mode; ``scale``: the trainer's own.
+        """
         setting, doubts = self.setting, list[str]()
         if self.writes:
             doubts.append("its forward changes state that the loss depends on, so the order of micro-batches matters")
@@ -240,7 +244,7 @@ class _Observation:
             doubts.append(f"{padding}, so the loss depends on the split")
         if norm is not None:
             doubts.append(f"BatchNorm in training mode ({norm}): its statistics come from one micro-batch")
-        if (scale := own_scale(found, self.whole, setting)) is not None:
+        if scale is not None:
             doubts.append(
                 f"the constant {scale:g} multiplies or divides it, and the code of its trainer names the accumulation "
                 "steps or the ranks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,33 +21,17 @@ def terms_of(found: LossContract, seen: Look) -> list[TermLook]:
 
 
 def own_scale(found: LossContract, whole: Look, setting: Setting) -> float | None:
-    """A constant of all terms of a custom loss that equals a number which its code names; None: there is none.
+    """A constant of a custom loss that is a number which its code names, G, W or their product, or 1 by it; None: none.
 
-    G or W, or their product, below or above it. A loss that divides by num_items_in_batch multiplies by W, as upstream
-    documents.
+    A loss that divides by num_items_in_batch multiplies by W, as upstream documents.
     """
-    own = setting.own - ({setting.world_size} if found.takes_world_size else frozenset())
-    terms = terms_of(found, whole)
-    pairs = [*zip(found.terms, terms, strict=True)]
-    for place in range(max((len(each.factors) for each in terms), default=0)):
-        values = {
-            each.product([place])
-            for spec, each in pairs
-            if place < len(each.factors) and place not in spec.counts and not each.is_own_divisor(place)
-        }
-        shared = len(values) == 1 and all(len(terms) == 1 or place < each.above for each in terms)
-        if shared and any(is_near(abs(value), number) for number in _with_inverse(own) for value in values):
-            return values.pop()
-    ratios = (ratio for spec in found.terms for ratio in spec.rules.values())
-    return next((ratio for ratio in ratios if any(is_near(ratio, number) for number in _with_inverse(own))), None)
-
-
-def _with_inverse(own: frozenset[int]) -> set[float]:
-    numbers = {float(each) for each in own}
-    product = 1.0
-    for each in numbers:
-        product *= each
-    return {scale for each in (*numbers, product) if each != 1.0 for scale in (each, 1 / each)}
+    own = [float(each) for each in setting.own if not (found.takes_world_size and each == setting.world_size)]
+    numbers = [scale for each in (*own, math.prod(own)) if each != 1.0 for scale in (each, 1 / each)]
+    scales = [ratio for spec in found.terms for ratio in spec.rules.values()]
+    for spec, term in zip(found.terms, terms_of(found, whole), strict=True):
+        places = (at for at in range(len(term.factors)) if at not in spec.counts and not term.is_own_divisor(at))
+        scales += [abs(term.product([at])) for at in places]
+    return next((scale for scale in scales if any(is_near(scale, number) for number in numbers)), None)
 
 
 def with_kept_size(found: LossContract, whole: Look, window: Sequence[Mapping[str, Any]]) -> LossContract:

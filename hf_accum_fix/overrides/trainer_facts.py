@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import takewhile
 from types import CellType, CodeType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.declared import has_parameter, takes_number
+from hf_accum_fix.accumulation.declared import has_parameter
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: The modules of the base Trainer, with and without the patch.
@@ -90,49 +90,56 @@ def replaced_step(trainer: TrainerLike) -> Callable[..., Any] | None:
         steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
     for step in (each for each in steps if each is not None):
         bare = inspect.unwrap(step)
-        if getattr(bare, "__module__", "") not in _OURS and not _calls_base(type(trainer), bare, {"training_step"}):
+        if getattr(bare, "__module__", "") not in _OURS and not _calls_base(type(trainer), bare):
             return step  # type: ignore[no-any-return]
     return None
 
 
-def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
-    """Whether a method names ``training_step``, or calls a method of its class that does."""
+def _calls_base(cls: type, function: Any) -> bool:
+    """Whether a method names ``training_step``, or what its code leads to does; True if that is unknown."""
     # A wrapper's closure has what it calls.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    is_known = hasattr(function, "__code__")
-    if not is_known or any(callable(each) and not isinstance(each, type) for each in held):
+    if not hasattr(function, "__code__") or any(callable(each) and not isinstance(each, type) for each in held):
         return True
-    return any("training_step" in names for names in _names_below(cls, function, seen))
+    return "training_step" in names_below(cls, function)
 
 
-def _names_below(cls: type, function: Any, seen: set[str]) -> Iterator[set[str]]:
-    """What the code of a method names, and that of the methods of its class which it names."""
-    pending, names = [getattr(function, "__code__", None)], set[str]()
-    for code in filter(None, pending):
-        names |= {*code.co_names, *code.co_freevars, *(each for each in code.co_consts if isinstance(each, str))}
-        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
-    yield names
-    for name in names - seen:
-        seen.add(name)
-        method = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
-        if inspect.isfunction(method) and method.__module__ != Trainer.__module__:
-            yield from _names_below(cls, method, seen)
+def names_below(cls: type, *functions: Any) -> set[str]:
+    """What the code of methods names, and that of the functions it leads to: of its class, closures and own modules."""
+    pending, seen, found = [*functions], set[Any](), set[str]()
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        if not hasattr(function, "__code__") or function.__code__ in seen or function.__module__ == Trainer.__module__:
+            continue
+        codes, names = [function.__code__], set[str]()
+        for code in codes:
+            words = (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
+            names |= {*code.co_names, *code.co_freevars, *words}
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        seen.add(function.__code__)
+        found |= names
+        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+        held += [
+            space[name] for name in names for space in (*map(vars, cls.__mro__), function.__globals__) if name in space
+        ]
+        root = function.__module__.partition(".")[0]
+        # Other packages name the steps for reasons of their own.
+        pending += [each for each in held if inspect.isfunction(each) and each.__module__.partition(".")[0] == root]
+    return found
 
 
 def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> frozenset[int]:
     """G and W, those above 1, if the code of the trainer's own loss or step names the accumulation steps or the ranks.
 
-    A trainer that declares its scale has no other: of one that says that the model takes no number, though it does, or
-    that its loss is not scaled, the Trainer divides by G.
+    A trainer that declares its scale has no other.
     """
-    if declares_scale(trainer) or (
-        takes_number(trainer.model) and not getattr(trainer, "model_accepts_loss_kwargs", True)
-    ):
+    if declares_scale(trainer):
         return frozenset()
-    own = [compute_loss_of(trainer), vars(trainer).get("training_step"), getattr(trainer, "compute_loss_func", None)]
-    own += [type(trainer).training_step] if is_custom(trainer, "training_step") else []
-    seen = set[str]()
-    names = {n for each in own if each for its in _names_below(type(trainer), inspect.unwrap(each), seen) for n in its}
+    # A constructor may keep them.
+    methods = (
+        getattr(trainer, name) for name in ("compute_loss", "training_step", "__init__") if is_custom(trainer, name)
+    )
+    names = names_below(type(trainer), *methods, getattr(trainer, "compute_loss_func", None))
     found = {*(steps if any("accum" in name for name in names) else ()), *((ranks,) if names & _RANKS else ())}
     return frozenset(each for each in found if each > 1)
 
