@@ -26,8 +26,8 @@ from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
 _TOLERANCE, _OF_HALVES = {8: 1e-9, 4: 1e-3}, 5e-2
 #: How many cuts of a loss are tried.
 _TRIES = 4
-#: What gathers parameters, and no samples.
-_ENGINES = re.compile(r"fsdp|torch\.distributed\.tensor|deepspeed")
+#: Modules between a collective and what asks for it, without engines, which gather parameters and no samples.
+_BETWEEN = re.compile(r"hf_accum_fix|torch\.(?!distributed\.(fsdp|tensor|_composable))")
 
 
 def accepted(
@@ -71,7 +71,7 @@ def _difference(run: LossRun, tried: Sequence[Split], window: WholeWindow, *, ro
         except Exception as error:
             if not out_of_memory(error):
                 return f"cannot be run on the vectors of two micro-batches ({type(error).__name__}: {error})"
-    return "cannot be tried: " + ("out of memory; use smaller micro-batches" if tried else "its rows are not joined")
+    return "cannot be tried: " + ("out of memory; use smaller micro-batches" if tried else "no two rows to join")
 
 
 def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool) -> str:
@@ -125,10 +125,8 @@ class WithoutCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run ``func``; of collectives, before any rank waits in them, only those of engines."""
         if "c10d" in str(func):
             names = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe()))
-            callers = (
-                name for name in names if _ENGINES.search(name) or not name.startswith(("torch.", "hf_accum_fix"))
-            )
-            if not _ENGINES.search(next(callers, "")):
+            caller = next((name for name in names if not _BETWEEN.match(name)), "")
+            if not caller.startswith(("torch.", "deepspeed")):
                 raise UnsupportedSetupError(
                     f"got coupled_loss='exact' and a loss that runs a collective itself ({func}); expected none, since "
                     "it gets the vectors of all ranks; set coupled_loss='rank', or let it gather nothing"
