@@ -66,9 +66,8 @@ class Session(Host):
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
         busy: running overrides, so that a nested call passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
-        unfiltered: losses that are not finite are logged, which upstream's filter would replace.
-        logged: the loss was logged in this step.
         context_parallel: its step would cut samples.
+        finite: 0 while the loss of every window was finite, else nan.
     """
 
     accelerator: AcceleratorLike
@@ -83,9 +82,8 @@ class Session(Host):
     uncounted: list[Any] | None = None
     busy: frozenset[str] = frozenset()
     refused: AccumFixError | None = None
-    unfiltered = False
-    logged = False
     context_parallel = False
+    finite: Tensor | float = 0.0
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)

@@ -29,12 +29,10 @@ from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself,
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.upstream.seams import CUTS, LOSS_LOG
+from hf_accum_fix.upstream.seams import CUTS
 
 #: Name in the log of the number of exact windows, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
-#: The argument that switches upstream's filter of losses that are not finite on.
-_FILTER = "logging_nan_inf_filter"
 #: The running trainings.
 _TRAINING: Final[list[Session]] = []
 
@@ -49,16 +47,12 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     check_shards(type(trainer).__name__, sizes, options, func=func is not None)
     session = session_of(trainer, options, new=True)
     session.warn_off(off)
-    session.unfiltered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
     _TRAINING.append(session)
     try:
         with ExitStack() as stack:
             for holder, name, replacement in _replacements(session):
                 if hasattr(holder, name):
                     stack.enter_context(overridden(holder, name, partial(replacement, session, getattr(holder, name))))
-            if session.unfiltered:
-                # The user's again, whatever ends the training.
-                stack.enter_context(overridden(trainer.args, _FILTER, True))
             # torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it.
             stack.enter_context(register_optimizer_step_pre_hook(lambda each, *_: _check_step(session, each)))
             result = wrapped(*args, **kwargs)
@@ -91,9 +85,6 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
         yield trainer, CUTS, _not_cut_again
     if session.coupled is not None:
         yield trainer, "_load_rng_state", _load_random_state
-    if session.unfiltered:
-        yield trainer, "floating_point_ops", _end_micro_batch
-        yield trainer, "_maybe_log_save_evaluate", _end_step
 
 
 def _load_random_state(session: Session, original: Original, *args: Any, **kwargs: Any) -> None:
@@ -285,42 +276,19 @@ def _close_unfinished(session: Session) -> None:
 
 
 def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Log what the training loss hides: losses that are not finite, and windows that were not exact."""
+    """Log windows that were not exact, and warn of a loss that is not finite."""
     state = session.state
     # A trainer's other logs have no learning rate.
     is_loss = "loss" in logs and "learning_rate" in logs
     if is_loss or "train_loss" in logs:
-        session.logged = is_loss
-        if session.unfiltered and is_loss and not math.isfinite(logs["loss"]):
-            session.warn_once(
-                "not finite",
-                f"step {session.trainer.state.global_step}: the loss of a micro-batch is not finite, and is logged as "
-                f"it is, although {_FILTER} is on",
-            )
-        # The loss was just read, so this does not wait.
+        # The loss was just read, so these do not wait.
+        if is_loss and not math.isfinite(session.finite):
+            words = "the loss of a window is not finite; logging_nan_inf_filter=False logs it as it is"
+            session.warn_once("not finite", f"step {session.trainer.state.global_step}: {words}")
         session.contained("reading what windows have shown", session.read, None)
         if state.inexact and session.is_split:
             logs[EXACT_WINDOWS] = state.opened - state.inexact
     return original(logs, *args, **kwargs)
-
-
-def _end_micro_batch(session: Session, count: Original, *args: Any, **kwargs: Any) -> Any:
-    """``floating_point_ops``, by whose call the loop has added the loss unfiltered: the arguments are the user's again.
-
-    Upstream's filter replaces a loss that is not finite by the mean of what was logged before, so that the log looks
-    healthy over weights that are nan.
-    """
-    setattr(session.trainer.args, _FILTER, True)
-    return count(*args, **kwargs)
-
-
-def _end_step(session: Session, turn: Original, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``_maybe_log_save_evaluate``; upstream subtracts a logged loss from itself, which leaves a nan as it is."""
-    session.logged = False
-    result = turn(tr_loss, *args, **kwargs)
-    if session.logged:
-        tr_loss.zero_()
-    return result
 
 
 def _resume(session: Session, load: Original) -> None:

@@ -120,7 +120,6 @@ STREAM_SHARD: Final = "accelerate.data_loader:IterableDatasetShard"
 DISPATCHER: Final = "accelerate.data_loader:DataLoaderDispatcher"
 
 _STEPS: Final = "current_gradient_accumulation_steps"
-LOSS_LOG: Final = "logging losses that are not finite"
 VERIFY: Final = "verify()"
 CUTS: Final = "_prepare_context_parallel_inputs"
 """Cuts the samples of a micro-batch within its step, under context parallelism."""
@@ -145,7 +144,6 @@ _ROWS: Final = (
     ),
     Attribute(TRAINER, "get_train_dataloader", "give the loop whole windows"),
     Attribute(TRAINER, "log", "log nothing while the loss is observed, and exact windows with the loss"),
-    Attribute(TRAINER, "floating_point_ops _maybe_log_save_evaluate", "log the loss", off=LOSS_LOG),
     Attribute(TRAINER, "_load_callback_state", "resume", off="hiding our mark when a checkpoint is resumed"),
     Attribute(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
     Attribute(TRAINER, "prediction_loop", "compute eval_loss", until="5.0.0"),
@@ -154,7 +152,6 @@ _ROWS: Final = (
     Attribute(ARGUMENTS, "world_size process_index device gradient_accumulation_steps", "count a window"),
     Attribute(ARGUMENTS, "n_gpu", "refuse DataParallel"),
     Attribute(ARGUMENTS, "average_tokens_across_devices", "keep upstream from a second collective", since="4.46.2"),
-    Attribute(ARGUMENTS, "logging_nan_inf_filter", "log the loss", off=LOSS_LOG),
     Attribute(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
     Attribute(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
     Attribute(ARGUMENTS, "length_column_name", "read lengths", off="reading length_column_name"),

@@ -50,8 +50,8 @@ def test_verify_tells_what_the_release_does(release: str) -> None:
 
 @pytest.mark.parametrize("release", (pytest.param("4.45.2", marks=pytest.mark.thorough), *RELEASES))
 def test_data_and_hand_written_loops(release: str) -> None:
-    """Streams that wrap, repeated samples, resumed epochs, losses that are not finite, and the loop on two ranks."""
-    tests = ["tests/data", "tests/test_loss_log.py", "tests/loop/test_two_ranks.py"]
+    """Streams that wrap, repeated samples, resumed epochs, and the loop on two ranks."""
+    tests = ["tests/data", "tests/loop/test_two_ranks.py"]
     run_tests_in(release, *tests)
 
 
