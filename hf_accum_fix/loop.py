@@ -32,16 +32,16 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
 from hf_accum_fix.confirmation import confirm_loop
-from hf_accum_fix.core.backward import WatchedBackward
 from hf_accum_fix.core.loop_host import Batch, LoopHost
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import reducing
+from hf_accum_fix.engines.engine import engine_divisor, reducing
 from hf_accum_fix.engines.sample_shards import axis_size, check_shards
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import options_from, shows_options
@@ -62,7 +62,7 @@ class AccumulationWindow:
     def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
         self.batches, self._host, self._begun = batches, host, 0
         self._window: Window | None = None
-        self._backward = WatchedBackward(host)
+        self._in_engine = False
 
     def __len__(self) -> int:
         """G, the micro-batches of this window."""
@@ -84,7 +84,6 @@ class AccumulationWindow:
                 accelerator, which divides it, or ``accelerator.accumulate`` is entered inside.
         """
         host, self._begun = self._host, self._begun + 1
-        self._backward = backward = WatchedBackward(host)
         if self._begun > len(self):
             raise SeamError(
                 f"got micro_batch() {self._begun} times in a window of {len(self)} micro-batches; "
@@ -93,7 +92,7 @@ class AccumulationWindow:
         last = self._begun == len(self)
         with (
             host.attention(model, self.batches[self._begun - 1]),
-            backward.watched(),
+            self._engine_noted(),
             reducing(host.accelerator, model, last=last),
             host.adding(model, len(self), self._begun),
         ):
@@ -199,8 +198,34 @@ class AccumulationWindow:
         window.add(weighed.value)
         over_ranks = 1.0 if host.state.aside or host.over_ranks is None else host.over_ranks
         loss = weighed.loss if over_ranks == 1.0 else weighed.loss * over_ranks
-        self._backward.expect(loss)
+        if host.accelerator is not None and loss.requires_grad:
+            loss.register_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
         return loss
+
+    @contextmanager
+    def _engine_noted(self) -> Iterator[None]:
+        """Around a micro-batch: note while ``accelerator.backward`` runs."""
+        accelerator: Any = self._host.accelerator
+        if accelerator is None:
+            yield
+            return
+        original = accelerator.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with overridden(self, "_in_engine", True):
+                return original(*args, **kwargs)
+
+        with overridden(accelerator, "backward", backward):
+            yield
+
+    def _refuse_bare_backward(self, _: Tensor) -> None:
+        """A hook on a returned loss: its backward is the accelerator's, where that divides it."""
+        divisor = engine_divisor(self._host.accelerator)
+        if not self._in_engine and divisor != 1:
+            raise SeamError(
+                f"got loss.backward() on a loss that accelerator.backward(loss) divides by {divisor}; expected the "
+                "latter; call it, or pass steps=G and no accelerator"
+            )
 
     def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""

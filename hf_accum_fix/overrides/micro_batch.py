@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
+from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed
-from hf_accum_fix.core.backward import made_of
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
@@ -281,7 +281,7 @@ class MicroBatch:
         is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
         if is_news or keeps_scale:
             # On the loss since ``compute_loss`` returned it.
-            factor = float(made_of(passed, (self._node,))[0])
+            factor = _times(passed, self._node)
         if is_news:
             announce = partial(announce_first_loss, self.session, window, self.part, factor * steps / divides)
             self.session.contained("reporting a loss", announce, None)
@@ -327,3 +327,9 @@ class MicroBatch:
         except AccumFixError as error:
             self.session.refused = error
             raise
+
+
+def _times(loss: Tensor, node: Any) -> float:
+    """What a loss multiplies one of its nodes by."""
+    factors = [factor for term in read(loss, (node,)) if term.leaf is node for factor in term.factors]
+    return math.prod(float(1 / each.value if each.divides else each.value) for each in factors)

@@ -20,7 +20,7 @@ from tests.logged import Said
 from tests.loop.steps import OURS, accelerator, by_windows, own_batches, take_steps
 from tests.numerics.heads import HEADS, Head, before
 from tests.numerics.heads.samples import without_targets
-from tests.numerics.parity import Step, cut, reference_step, reference_windows, relative
+from tests.numerics.parity import Step, cut, reference_step, reference_windows
 
 #: The loss is not the Trainer's here, so heads that need its smoothing or its loss functions are left out.
 LOOPED = {name: head for name, head in HEADS.items() if not (head.trainer or head.arguments or head.told_false)}
@@ -343,25 +343,6 @@ def test_accumulate_inside_a_micro_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda loss: loss / 4, "multiplied by 0.25"),
-        (lambda loss: loss + torch.ones(2, requires_grad=True).square().mean(), "MeanBackward0 was added"),
-        (lambda loss: loss, ""),
-    ],
-    ids=["divided", "a-term-more", "as-it-is"],
-)
-def test_what_a_loop_makes_of_its_loss_is_said(change: Any, words: str, said: Said) -> None:
-    accumulating(lambda live, loss, place: live.backward(change(loss)))
-    assert len(said(words or "is not exact")) == bool(words)
-
-
-def test_a_skipped_backward_is_said(said: Said) -> None:
-    accumulating(lambda live, loss, place: None if place == 1 else live.backward(loss))
-    assert len(said("backward of one of its losses was skipped")) == 1
-
-
-@pytest.mark.parametrize(
     ("reduction", "given", "is_said"),
     [
         (Reduction.SUM, "mean", True),
@@ -386,27 +367,3 @@ def test_a_contract_that_the_graph_contradicts_is_said(
                 window.scale(loss / int(window.mean_items) if given == "integer" else loss, batch).backward()
     assert bool(said("scale(): got a loss that")) == is_said
     assert hf_accum_fix.report().to_dict()["runs"][-1]["exact"] is not is_said
-
-
-def test_a_loop_without_accelerate_that_divides_once_more_is_said(said: Said) -> None:
-    """As recipes for plain loops do."""
-    head = LOOPED["no-kwargs"]
-    model = head.build()
-    for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
-        for batch in window:
-            with window.micro_batch(model):
-                (window.loss(model, batch) / 4).backward()
-    assert len(said("multiplied by 0.25")) == 1
-
-
-def test_a_loss_scaler_of_the_loop_is_no_change_of_its_loss(said: Said) -> None:
-    """As torch.amp.GradScaler, which begins at 2**16, and divides the gradient before the optimizer steps."""
-    head, scale = HEADS["drops-kwargs"], 2.0**16
-    model, reference = head.build(), reference_step(head, cut(head.samples, 1))
-    for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
-        for batch in window:
-            with window.micro_batch(model):
-                (window.loss(model, batch) * scale).backward()
-    change = {name: -parameter.grad / scale for name, parameter in model.named_parameters()}
-    assert relative(change, reference.change) <= head.tolerance
-    assert hf_accum_fix.report().to_dict()["runs"][-1]["exact"] and not said("is not exact")
