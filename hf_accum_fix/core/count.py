@@ -95,7 +95,7 @@ def count_window(
     by_rule = dict(zip(rules, items, strict=False))
     corrects = loss.windows_to_correct > 0 and not is_deepspeed(host.accelerator)
     part = _part(host, by_rule, len(batches), corrects=corrects, averages=mixed)
-    counts = WindowCounts(part, zero, each, None if number is None else items[-1])
+    counts = WindowCounts(part, items[0] if rules else zero, each, None if number is None else items[-1])
     planning = partial(_plan, host, counts, by_rule, batches, routing, averages=mixed)
     # On several ranks the others wait for this one until they hear of it, in the next window.
     if not host.contained("planning a window", planning, several):
@@ -188,16 +188,16 @@ def _set_part(host: Host, counts: WindowCounts, totals: Totals, batches: Sequenc
     corrects = loss.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
     loss.windows_to_correct = max(loss.windows_to_correct - 1, 0)
     part = _part(host, totals, len(batches), corrects=corrects and not is_deepspeed(host.accelerator))
-    counts.part, counts.total = part, next((totals[rule] for rule in part.contract.rules), host.zero)
+    counts.part, contract = part, part.contract
     if part.is_whole or not by_forwards:
         return
-    contract = part.contract
-    by_place: Counts = {**_count_by_forwards(host, batches, counts)}
+    by_place = _count_by_forwards(host, batches, counts)
     if host.readable and len(contract.rules) > 1:
-        contract = loss.contract = contract.fitting(
-            _values(totals), {place: float(n) for place, n in by_place.items() if isinstance(place, int)}
-        )
-    counts.part = replace(part, contract=contract, totals={**part.totals, **by_place})
+        contract = contract.fitting(_values(totals), {place: float(n) for place, n in by_place.items()})
+        loss.contract = contract
+    together: Counts = {**part.totals}
+    together.update(by_place.items())
+    counts.part = replace(part, contract=contract, totals=together)
 
 
 def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts) -> dict[int, Tensor]:

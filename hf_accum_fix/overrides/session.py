@@ -70,6 +70,7 @@ class Session(Host):
         busy: running overrides, so that a nested call passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         context_parallel: its step would cut samples.
+        finite: 0 while the loss of every window was finite, else nan.
     """
 
     accelerator: AcceleratorLike
@@ -85,6 +86,7 @@ class Session(Host):
     busy: frozenset[str] = frozenset()
     refused: AccumFixError | None = None
     context_parallel = False
+    finite: Tensor | float = 0.0
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)

@@ -272,9 +272,10 @@ def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any,
     # A trainer's other logs have no learning rate.
     is_loss = "loss" in logs and "learning_rate" in logs
     if is_loss or "train_loss" in logs:
-        if is_loss and not math.isfinite(logs["loss"]):
-            session.warn_once("not finite", f"step {session.trainer.state.global_step}: the logged loss is not finite")
-        # The loss was just read, so this does not wait.
+        # The loss was just read, so these do not wait.
+        if is_loss and not math.isfinite(session.finite):
+            words = "the loss of a window is not finite; logging_nan_inf_filter=False logs it as it is"
+            session.warn_once("not finite", f"step {session.trainer.state.global_step}: {words}")
         session.contained("reading what windows have shown", session.read, None)
         if state.inexact and session.is_split:
             logs[EXACT_WINDOWS] = state.opened - state.inexact

@@ -34,7 +34,7 @@ def test_a_step_costs_one_in_a_hundred_operations_and_no_memory(head: str, overh
     size = replace(overhead.SIZES["medium"], width=32, length=16)
     stock, ours = (overhead.count(head, size, mode) for mode in ("stock", "apply"))
     assert stock.operations < ours.operations <= 1.01 * stock.operations
-    assert ours.operations - stock.operations <= 10 * overhead.STEPS_OF_ACCUMULATION
+    assert ours.operations - stock.operations <= 15 * overhead.STEPS_OF_ACCUMULATION
     # On a CPU, where it waits for nothing, the count is looked at in every window; on a GPU, at the end of training.
     assert ours.reads <= stock.reads + 1
     assert ours.collectives == stock.collectives == 0
