@@ -38,7 +38,6 @@ from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.stock_scale import announce_first_loss
 from hf_accum_fix.overrides.trainer_facts import (
     averages_tokens,
     counts_itself,
@@ -283,17 +282,15 @@ class MicroBatch:
 
     def _scaled(self, weighed: Weighed, passed: Tensor, divides: int) -> Tensor:
         """The loss for the engine, whose value is logged; ``passed``: the step's, which the engine ``divides``."""
-        window, steps, keeps_scale = self.window, len(self.window.batches), weighed.keeps_scale
-        is_news, factor = window.done == 0 and not self.session.state.recorded, 1.0
-        if is_news or keeps_scale:
-            # On the loss since ``compute_loss`` returned it.
-            factor = float(made_of(passed, (self._node,))[0])
-        if is_news:
-            announce = partial(announce_first_loss, self.session, window, self.part, factor * steps / divides)
-            self.session.contained("reporting a loss", announce, None)
-        # Some terms may keep the stock Trainer's scale, and its engine's division.
-        stock = factor / divides
-        loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
+        session, steps = self.session, len(self.window.batches)
+        if self.window.done == 0 and not session.state.recorded:
+            session.contained("reporting a loss", partial(session.announce, self.part.contract, steps), None)
+        if not weighed.keeps_scale:
+            self.value = weighed.value
+            return weighed.loss
+        # Terms that keep the stock Trainer's scale: what its step and its engine multiply by.
+        stock = float(made_of(passed, (self._node,))[0]) / divides
+        loss, self.value = weighed.scaled(stock, steps)
         return loss
 
     def end(self) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -38,6 +39,8 @@ from hf_accum_fix.overrides import trainer_facts as facts_of
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
+
+logger = logging.getLogger("hf_accum_fix")
 
 #: The trainer's attribute for its session.
 SESSION = "_hf_accum_fix_session"
@@ -152,6 +155,13 @@ class Session(Host):
 
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
+
+    def announce(self, contract: LossContract, steps: int) -> None:
+        """Record for report(), and log, how the loss of this training is reduced."""
+        self.record(contract, steps, router_loss=self.router.in_force.value)
+        if self.rank == 0:
+            router = f", {self.router.in_force}" if contract.has_router_loss else ""
+            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, steps, self.data_ranks)
 
     def warn_off(self, off: Mapping[str, str]) -> None:
         """Warn once of each feature that is off in this training."""
