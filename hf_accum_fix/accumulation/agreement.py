@@ -76,8 +76,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
-    shift = next((each.shift for each in pool if each.shift is not None), None)
-    return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift, keeps_scale=keeps)
+    return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, keeps_scale=keeps)
 
 
 def _are_one_loss(one: LossContract, other: LossContract) -> bool:

@@ -82,7 +82,6 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         deep=any(each.within for its in compared.looks for each in (its.inside if inside else its.terms)),
         unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
         warms=whole.warms,
-        shift=next((each.shift for each in terms if each.shift is not None), None),
     )
     means = [each for each in specs if each.how is How.MEAN]
     numbered = [each for each in judged if each.spec.how is How.NUMBER]

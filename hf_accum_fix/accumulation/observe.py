@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
@@ -23,16 +21,11 @@ from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.learn import learn, number_rule, upstream_first
 from hf_accum_fix.accumulation.look import (
-    Forward,
     Look,
     LossRun,
-    is_shifted,
-    kept_small,
     look,
     out_of_memory,
-    unpacked,
 )
-from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.own_scale import RANKS, own_scale, scale_candidates, terms_of, with_kept_size
 from hf_accum_fix.accumulation.preserve import preserved_state
@@ -337,11 +330,3 @@ def _with_batch_norm(found: LossContract, norm: str) -> LossContract:
     reduction = found.reduction if found.by_number and found.custom else Reduction.PLAIN
     items = found.items if found.by_number else None
     return replace(found, reduction=reduction, items=items, terms=terms, doubt=reason, reason=reason)
-
-
-def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Module, *, sharded: bool) -> bool | None:
-    """Whether a model's own loss, by ``call``, drops position 0 of its labels; None: unknown."""
-    batch = max(window, key=lambda each: float(next(ways_of_counting(each)).count(each)))
-    with preserved_state(model, sharded=sharded), torch.enable_grad(), saved_tensors_hooks(kept_small, unpacked):
-        shown = [is_shifted(term, batch) for term in read(call(dict(batch), None))]
-    return next((shift for shift in shown if shift is not None), None)

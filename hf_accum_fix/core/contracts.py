@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import is_compiled
 from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
 from hf_accum_fix.accumulation.observe import observe
@@ -140,7 +140,6 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
         return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
     if facts.doubt:
         found = replace(found, doubt=facts.doubt, reason=facts.doubt)
-    found = found if facts.shift is None else replace(found, shift=facts.shift)
     return found.by_rule() if is_compiled(host.model) else found
 
 
@@ -227,10 +226,9 @@ def _warn_of(host: Host, loss: LossState, task: str = "") -> None:
     """Warn of a loss that is not exact, the first or that of a later ``task``, once."""
     contract = loss.contract
     assert contract is not None
-    # Even a global batch of one micro-batch may have a wrong number or shift.
-    unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
+    # Even a global batch of one micro-batch may have a wrong number.
     own_number = contract.by_number and (contract.keeps_scale or not contract.conclusive)
-    matters = host.is_split or unknown_shift or own_number
+    matters = host.is_split or own_number
     stays = contract.keeps_scale or (contract.custom and host.scales_itself)
     outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
     head, of = (f"{host.head}, of {task}", f" of {task}") if task else (host.head, "")
