@@ -150,14 +150,6 @@ def loss_of(run: Mapping[str, Any]) -> str:
     return f"{Reduction(run['reduction']).words}{of}{router}"
 
 
-def off_by(run: Mapping[str, Any]) -> str | None:
-    """The factor by which stock would train a run wrong, in words; None: none, or unknown."""
-    factor, router = run.get("stock_gradient_factor"), run.get("stock_router_factor")
-    if factor is not None and abs(factor - 1) > 1e-3:
-        return f"{factor:.3g}x"
-    return None if router is None or abs(router - 1) <= 1e-3 else f"router loss {router:.3g}x"
-
-
 def versions(environment: Environment) -> str:
     """The installed versions, in a line."""
     return ", ".join(f"{name} {version}" for name, version in _installed(environment).items())
@@ -225,16 +217,14 @@ def _row(decision: Decision) -> dict[str, Any]:
 
 
 def _run(place: int, run: Mapping[str, Any]) -> list[str]:
-    """One run: its model, G and W, whether it was exact or why not, and the factor of stock."""
+    """One run: its model, G and W, and whether it was exact or why not."""
     shape = "".join(
         f", {letter} = {run[key]}"
         for letter, key in (("G", "accumulation_steps"), ("W", "world_size"))
         if run.get(key) is not None
     )
     verdict = "exact" if run.get("exact") else f"not exact ({run.get('reason', 'unknown')})"
-    off = off_by(run)
-    stock = "" if off is None else f"; stock: {off}" + " the gradient" * (run.get("stock_router_factor") is None)
-    lines = wrapped(f"{place}. {run.get('head', 'a model')}{shape}: {verdict}{stock}", indent=2)
+    lines = wrapped(f"{place}. {run.get('head', 'a model')}{shape}: {verdict}", indent=2)
     if run.get("reduction"):
         lines += wrapped(f"its loss {loss_of(run)}", indent=5)
     if run.get("reached_optimizer"):

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.items import Items
@@ -397,28 +396,16 @@ def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
 # --- what the user reads ----------------------------------------------------------------------------------------
 
 
-def test_the_run_is_reported_with_the_stock_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_run_is_reported_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="hf_accum_fix"):
         take_step(CLASSES, CLASSES.samples, 1, 8, "apply", tmp_path)
     (run,) = hf_accum_fix.report().runs
     assert run["head"] == "BertForSequenceClassification" and run["exact"]
-    assert run["stock_gradient_factor"] == pytest.approx(8.0)
-    assert (
-        sum(
-            "8x this gradient. Learning rate and clipping were tuned at that scale." in r.getMessage()
-            for r in caplog.records
-        )
-        == 1
+    words = (
+        "BertForSequenceClassification: the loss is the mean over its own items ('labels' other than -100); G=8, W=1."
     )
+    assert [each.getMessage() for each in caplog.records].count(words) == 1
     json.dumps(hf_accum_fix.report().to_dict())
-
-
-@pytest.mark.parametrize(("name", "factor"), [("llama", 1.0), ("declares-false", 1.0), ("gpt2-position-0", 79 / 87)])
-def test_the_stock_factor_of_other_heads(name: str, factor: float, tmp_path: Path) -> None:
-    head = HEADS[name]
-    take_step(head, head.samples, 2, 4, "trainer", tmp_path)
-    (run,) = observations.recorded()
-    assert run["stock_gradient_factor"] == pytest.approx(factor, rel=1e-6)
 
 
 def test_the_state_is_marked_and_an_unmarked_checkpoint_warns_once(

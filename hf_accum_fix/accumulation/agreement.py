@@ -74,11 +74,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
-    shift = next((each.shift for each in pool if each.shift is not None), None)
     as_stock = any(each.as_stock for each in pool)
-    found = replace(
-        first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift, as_stock=as_stock
-    )
+    found = replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, as_stock=as_stock)
     return found.of_two_fates(takes_number=as_stock or (found.custom and found.by_number))
 
 

@@ -19,9 +19,6 @@ from hf_accum_fix.errors import ContractError
 #: The reason of a contract that could not be observed yet.
 NO_TARGET_SEEN = "no target was seen yet"
 
-#: The doubt of a smoothed loss, which holds for every split.
-SHIFT_UNKNOWN = "it is unknown whether label smoothing shifts the labels of this model"
-
 
 class How(str, Enum):
     """How one term of a loss is reduced over its micro-batch."""
@@ -117,7 +114,6 @@ class LossContract:
             micro-batches; 0.0: there is none.
         router_z_coefficient: the same for the ``z_loss``.
         terms: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
-        shift: the loss drops position 0 of its labels, or the model's would, where labels are smoothed; None: unknown.
         inside: means of stacked numbers are several terms, not rows.
         added: something without a gradient is added to its terms, which is no mean over their items.
         constant: its value, where it is the same in every micro-batch; 0.0: it is not.
@@ -140,7 +136,6 @@ class LossContract:
     router_coefficient: float = 0.0
     router_z_coefficient: float = 0.0
     terms: tuple[TermSpec, ...] = ()
-    shift: bool | None = None
     inside: bool = False
     added: bool = False
     constant: float = 0.0

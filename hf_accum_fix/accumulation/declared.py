@@ -32,10 +32,15 @@ def wants_number(model: nn.Module) -> bool:
 
     An adapter accepts any keyword, so the adapted model decides.
     """
-    model = _innermost(model)
-    adapted = getattr(model, "get_base_model", None)
-    model = model if adapted is None else adapted()
+    model = adapted(model)
     return getattr(model, "accepts_loss_kwargs", True) is not False and takes_number(model)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """The model inside of DDP, compilation and an adapter."""
+    model = _innermost(model)
+    inside = getattr(model, "get_base_model", None)
+    return model if inside is None else inside()
 
 
 def has_parameter(function: Callable[..., Any], name: str) -> bool:

@@ -112,7 +112,6 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
         unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
         warms=whole.warms,
-        shift=next((each.shift for each in terms if each.shift is not None), None),
         conclusive=all(map(_shows, judged)),
     )
     means = [each for each in specs if each.how is How.MEAN]

@@ -70,7 +70,6 @@ class TermLook:
         ignored: the label that is no target of a cross entropy; None: it is none.
         targets: the weight of a cross entropy's targets; 0.0: unknown.
         named: the rules whose targets the leaf has saved.
-        shift: the loss drops position 0 of the labels; None: unknown.
         by_classes: it is a mean over the class weights of its targets.
         inputs: (place of a factor, name of the input that it is).
         shares_learnt: other terms have the same learnt factor.
@@ -91,7 +90,6 @@ class TermLook:
     ignored: int | None
     targets: float
     named: tuple[Items, ...]
-    shift: bool | None
     by_classes: bool
     inputs: tuple[tuple[int, str], ...]
     shares_learnt: bool
@@ -200,7 +198,7 @@ def run_with_graph(
     with (
         capture(None, loss.head) as captured,
         torch.enable_grad(),
-        nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
+        nullcontext() if keep else saved_tensors_hooks(_kept_small, _unpacked),
         errors_of_forward(),
     ):
         return loss.forward(dict(batch), passed), captured
@@ -226,7 +224,7 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
 
 
-def kept_small(tensor: Tensor) -> Tensor | None:
+def _kept_small(tensor: Tensor) -> Tensor | None:
     """Save counts, labels and class weights, and no activations.
 
     Detached: an operation that saves its own result would hold itself in a cycle that no collection finds.
@@ -235,7 +233,7 @@ def kept_small(tensor: Tensor) -> Tensor | None:
     return tensor.detach() if is_vector or not tensor.is_floating_point() else None
 
 
-def unpacked(tensor: Tensor | None) -> Tensor:
+def _unpacked(tensor: Tensor | None) -> Tensor:
     """A tensor that was saved."""
     if tensor is None:
         raise NotSavedError
@@ -264,7 +262,6 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             ignored=ignored,
             targets=float(getattr(leaf, "_saved_total_weight", 0.0)),
             named=() if ignored is None else tuple(_named(leaf._saved_target, ignored, batch)),
-            shift=is_shifted(term, batch),
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
             inputs=tuple(_inputs(term, batch)),
             shares_learnt=any(each.learnt for each in term.factors[: path.above]),
@@ -300,21 +297,3 @@ def _named(target: Tensor, ignored: int, batch: Mapping[str, Any]) -> Iterator[I
         labels = isinstance(value, Tensor) and not value.is_floating_point() and "label" in rule.keys[0]
         if labels and torch.equal(value[rule.targets(batch)].cpu(), kept):  # type: ignore[index]
             yield rule
-
-
-def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
-    """Whether a cross entropy drops position 0 of the labels; None: unknown."""
-    labels = batch.get("labels")
-    if not term.name.startswith("NllLoss") or not isinstance(labels, Tensor) or labels.ndim < 2:
-        return None
-    target = term.leaf._saved_target.flatten().to(labels)
-    moved = torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), -100)], dim=-1)
-    shifted, unshifted = [labels[..., 1:].flatten(), moved.flatten()], [labels.flatten()]
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        # Some heads select what is attended to (LLaVA up to 4.49).
-        attended = mask.to(labels.device) != 0
-        shifted.append(labels[..., 1:][attended[..., 1:]])
-        unshifted.append(labels[attended])
-    is_one, is_other = (any(torch.equal(target, each) for each in ways) for ways in (shifted, unshifted))
-    return is_one if is_one != is_other else None

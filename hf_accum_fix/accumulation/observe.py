@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
@@ -22,21 +20,16 @@ from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.learn import learn, number_rule
 from hf_accum_fix.accumulation.look import (
-    Forward,
     Look,
     LossRun,
-    is_shifted,
-    kept_small,
     look,
     out_of_memory,
-    unpacked,
 )
-from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
-from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
+from hf_accum_fix.accumulation.rules import listed_targets, targets_padding
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -261,11 +254,3 @@ def _shows_number(seen: Look) -> bool:
     """Whether a term is divided by the number that was passed; a model in 16 bits rounds it."""
     forms = {float(torch.tensor(seen.number, dtype=each)) for each in (torch.float64, torch.bfloat16, torch.float16)}
     return any(value in forms for each in seen.terms if each.readable and not each.router for value in each.factors)
-
-
-def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Module, *, sharded: bool) -> bool | None:
-    """Whether a model's own loss, by ``call``, drops position 0 of its labels; None: unknown."""
-    batch = max(window, key=lambda each: float(next(ways_of_counting(each)).count(each)))
-    with preserved_state(model, sharded=sharded), torch.enable_grad(), saved_tensors_hooks(kept_small, unpacked):
-        shown = [is_shifted(term, batch) for term in read(call(dict(batch), None))]
-    return next((shift for shift in shown if shift is not None), None)

@@ -1,7 +1,7 @@
-"""Run code without side effects: restore the tensors, Python values and random generators that it changes.
+"""Run code without side effects: restore the tensors, attributes and random generators that it changes.
 
-`PythonState` holds what was there before, row by row, and restores it. Python values have rows from the start. A
-storage gets one when it is about to be written to, which a dispatch mode sees; what is not written to is never copied.
+`PythonState` holds what was there before, and restores it. A storage is added to it when it is about to be written to,
+which a dispatch mode sees; what is not written to is never copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.python_state import ITEMS, MODE, NUMBERS, STORAGE, Kept, PythonState
+from hf_accum_fix.accumulation.python_state import Kept, PythonState
 
 _ABSENT = object()
 
@@ -44,7 +44,7 @@ class KeepsStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
                 if storage._cdata not in self._known:
                     self._known.add(storage._cdata)
-                    self._state.kept.append(Kept(storage, STORAGE, storage.clone()))  # type: ignore[no-untyped-call]
+                    self._state.kept.append(Kept(storage, storage.clone()))  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         for each, made in zip(out if isinstance(out, (tuple, list)) else (out,), makes, strict=False):
             if made:
@@ -76,9 +76,8 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 def with_buffers(state: PythonState, model: nn.Module) -> PythonState:
     """Add the buffers and modes of a model to a state, which restores them without waiting for its device."""
     for module in model.modules():
-        held = module._buffers
-        state.kept += [Kept(module, MODE, MODE.get(module)), Kept(held, ITEMS, dict(held))]
-        state.kept += [Kept(each, NUMBERS, each.detach().clone()) for each in held.values() if each is not None]
+        state.kept += [Kept(module, module.training), Kept(module._buffers, dict(module._buffers))]
+        state.kept += [Kept(each, each.clone()) for each in _storages([*module._buffers.values()])]  # type: ignore[no-untyped-call]
     return state
 
 
@@ -117,7 +116,7 @@ def preserved_state(
     """Run forwards as in training, without gradient, and restore everything.
 
     Args:
-        model: its modes, buffers, parameters, generators and Python attributes are kept.
+        model: its modes, buffers, parameters, generators and attributes are kept.
         others: more objects whose attributes are kept, such as a trainer.
         leave: objects that are not followed, such as data sets.
         sharded: an engine moves the parameters in every forward, and changes the modules: only buffers, modes and

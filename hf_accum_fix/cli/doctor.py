@@ -7,20 +7,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
 from packaging.version import Version
 
 import hf_accum_fix
-from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.cli.inherit import VARIABLE
-from hf_accum_fix.errors import ContractError, OptionsError
-from hf_accum_fix.reporting import Report, loss_of, off_by, versions, wrapped
+from hf_accum_fix.reporting import Report, versions, wrapped
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Factor
 from hf_accum_fix.upstream.engine_defects import EngineDefect, installed_engine_defects
 from hf_accum_fix.upstream.environment import parsed
@@ -57,15 +54,15 @@ exit code:
   0  clean: no defect in the installed release, or the patch is on in this
      process, as under: hf-accum-fix run hf-accum-fix doctor
      (--verbose marks defects that the patch does not fix)
-     with --model: the stock Trainer trains that model right, or the patch is on
-  1  defects that nothing fixes in this process; with --model: that model is
-     affected
+     with --model: this process trains that model right
+  1  defects that nothing fixes in this process; with --model: it trains that
+     model wrong
   2  wrong usage
   3  could not tell: transformers is not installed, older than {OLDEST}, or a
      pre-release of an older one than {NEWEST}; its Trainer cannot be imported;
      a newer release has no known defect's lines; the patch is on, but our tests
      have not run the release; or the model of --model cannot be built, fed or
-     trained, or its loss is not recognised
+     verified
 """
 
 
@@ -79,16 +76,11 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The content of every form of the report: that of this process, the answer, and why.
-
-    ``head`` has the findings on the model of --model: "asked", and "built" with "observed", or "error". ``broken``: why
-    the Trainer cannot be imported.
-    """
+    """The content of every form: the report, the answer, and why; ``broken``: why the Trainer cannot be imported."""
 
     report: Report
     verdict: Verdict
     reason: str
-    head: Mapping[str, Any]
     broken: str | None = None
 
 
@@ -96,39 +88,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
     parser.add_argument(
         "--model",
-        metavar="CLASS|TYPE|FOLDER",
-        help="answer for this model, by one step on made-up samples on the CPU: a class of transformers or a model "
-        "type such as bert, built small from its default config, or the folder of a checkpoint",
+        metavar="CLASS|FOLDER",
+        help="verify this model on made-up samples instead: a class of transformers, or a checkpoint's, built small",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--verbose", action="store_const", const=to_verbose, dest="form", help="every defect of the release"
     )
     form.add_argument("--json", action="store_const", const=to_json, dest="form", help="as JSON")
-    form.add_argument("--markdown", action="store_const", const=to_markdown, dest="form", help="to paste in an issue")
     parser.set_defaults(form=to_text)
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis and return its verdict."""
-    diagnosis = diagnose(arguments.model)
-    write(arguments.form(diagnosis) + "\n")
-    return diagnosis.verdict
-
-
-def diagnose(model: str | None) -> Diagnosis:
-    """Diagnose the installation and, if a model is named, its loss.
+    """Print the diagnosis, or the verification of a model, and return the verdict.
 
     Raises:
-        OptionsError: if the model is neither a class or model type of transformers nor a folder.
+        OptionsError: if the model is neither a class of transformers nor the folder of a checkpoint.
     """
-    if model is not None and not model.strip():
-        raise OptionsError(f"got --model {model!r}; expected a class, model type or folder, such as: --model bert")
+    if arguments.model is None:
+        diagnosis = diagnose()
+        write(arguments.form(diagnosis) + "\n")
+        return diagnosis.verdict
+    if (broken := _import_trainer()) is not None:
+        write(f"could not tell: {TRAINER_MODULE} cannot be imported: {broken}\n")
+        return Verdict.COULD_NOT_TELL
+    from hf_accum_fix.cli.made_up import verified
+
+    report = verified(arguments.model)
+    write((json.dumps(report.to_dict(), indent=2) if arguments.form is to_json else report.to_text()) + "\n")
+    return report.verdict.kind
+
+
+def diagnose() -> Diagnosis:
+    """Diagnose the installation."""
     report = hf_accum_fix.report()
     release = parsed(report.environment.transformers)
     was_run = release is not None and release.public in TESTED_RELEASES
     broken = None
-    if report.plan.refusal is None and (model or VARIABLE in os.environ or not was_run):
+    if report.plan.refusal is None and (VARIABLE in os.environ or not was_run):
         broken = _import_trainer()
         report = hf_accum_fix.report()
     verdict, reason = judge(report)
@@ -136,15 +133,7 @@ def diagnose(model: str | None) -> Diagnosis:
         broken = broken or _import_elsewhere()
     if broken is not None:
         verdict, reason = Verdict.COULD_NOT_TELL, f"{TRAINER_MODULE} cannot be imported: {broken}"
-    head: dict[str, Any] = {}
-    if model is not None:
-        refusal = report.plan.refusal
-        head = {"asked": model, **_observed(model, broken or (str(refusal) if refusal else None))}
-    if "error" in head:
-        verdict, reason = Verdict.COULD_NOT_TELL, f"{reason}; {model} could not be observed"
-    elif head and verdict is not Verdict.COULD_NOT_TELL:
-        verdict, reason = judge_model(report, head["observed"])
-    return Diagnosis(report, verdict, reason, head, broken)
+    return Diagnosis(report, verdict, reason, broken)
 
 
 def _import_trainer() -> str | None:
@@ -161,18 +150,6 @@ def _import_elsewhere() -> str | None:
     command = [sys.executable, "-c", f"import {TRAINER_MODULE}"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no error message"])[-1]
-
-
-def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
-    """The observation of the model, or why it failed."""
-    if obstacle is not None:
-        return {"error": obstacle}
-    from hf_accum_fix.cli.head import observe_head
-
-    try:
-        return observe_head(model)
-    except ContractError as error:
-        return {"error": str(error)}
 
 
 def judge(report: Report) -> tuple[Verdict, str]:
@@ -205,24 +182,6 @@ def judge(report: Report) -> tuple[Verdict, str]:
     return Verdict.DEFECTS, f"{defects}, not fixed in this process ({report.state})"
 
 
-def judge_model(report: Report, run: Mapping[str, Any]) -> tuple[Verdict, str]:
-    """The verdict on one model in a known release, by its observation, and the reason. Pure."""
-    if not run["exact"]:
-        return Verdict.COULD_NOT_TELL, f"its loss is not known to be a mean over targets: {run['reason']}"
-    steps, off = run["accumulation_steps"], off_by(run)
-    if off is not None:
-        of_stock = f"{off} at G = {steps}".replace("router loss", "its router loss")
-    elif run["stock_gradient_factor"] is None and run["stock_router_factor"] is None:
-        return Verdict.COULD_NOT_TELL, "the factor of the stock Trainer is unknown for its loss"
-    elif run["reduction"] == Reduction.MEAN:
-        of_stock = "unless all micro-batches hold equally many targets"
-    else:
-        return Verdict.CLEAN, "fine, the stock Trainer trains it right"
-    if _is_on(report):
-        return Verdict.CLEAN, f"fine, the patch is on; stock: {of_stock}"
-    return Verdict.DEFECTS, f"affected, {of_stock}"
-
-
 def _is_on(report: Report) -> bool:
     return report.state == "applied" and not report.missing
 
@@ -234,16 +193,13 @@ def answer(diagnosis: Diagnosis) -> str:
 
 def _answer(diagnosis: Diagnosis) -> list[str]:
     """The answer, and what to do, a line each."""
-    report, head = diagnosis.report, diagnosis.head
-    release = report.environment.transformers or "(not installed)"
-    about = f"transformers {release}"
-    if head:
-        about = f"{head['observed']['head'] if 'observed' in head else head['asked']} on {release}"
+    report = diagnosis.report
+    about = f"transformers {report.environment.transformers or '(not installed)'}"
     if diagnosis.verdict is Verdict.COULD_NOT_TELL:
-        if not head and not diagnosis.broken and _is_on(report):
+        if not diagnosis.broken and _is_on(report):
             return [f"{about}: the patch is on and fits, but this release is not in our tests", _CHECK]
         return [f"{about}: could not tell"]
-    words = diagnosis.reason if head else _of_release(report, diagnosis.verdict)
+    words = _of_release(report, diagnosis.verdict)
     if diagnosis.verdict is Verdict.CLEAN:
         return [f"{about}: {words}"]
     if report.plan.refusal is not None:
@@ -264,7 +220,7 @@ def _of_release(report: Report, verdict: Verdict) -> str:
 def to_json(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, with `Report.to_dict()`."""
     found = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
-    details = {"head": dict(diagnosis.head) or None, **diagnosis.report.to_dict(), "limits": [asdict(LIMIT)]}
+    details = {**diagnosis.report.to_dict(), "limits": [asdict(LIMIT)]}
     details["engine_defects"] = [{"installed": release, **asdict(row)} for release, row in installed_engine_defects()]
     return json.dumps({**found, **details}, indent=2)
 
@@ -272,26 +228,24 @@ def to_json(diagnosis: Diagnosis) -> str:
 def to_text(diagnosis: Diagnosis) -> str:
     """The answer and its reasons, on one screen."""
     report = diagnosis.report
-    reasons = [*_why(diagnosis), *_model(diagnosis)]
-    lines = [*_definitions([answer(diagnosis), *reasons]), *reasons, *_in_the_way(diagnosis), _installed(diagnosis)]
+    letters = ["G: gradient_accumulation_steps"] if " G = " in answer(diagnosis) else []
+    lines = [*letters, f"why: {diagnosis.reason}", *_in_the_way(diagnosis), _installed(diagnosis)]
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
-    # Of a model the answer is that of one process.
-    layouts = [] if diagnosis.head or diagnosis.verdict is not Verdict.DEFECTS else report.present
+    layouts = report.present if diagnosis.verdict is Verdict.DEFECTS else []
     for defect in (decision.defect for decision in layouts if Factor.SHARERS in decision.defect.factors):
         lines.append(f"sequence parallelism, gradient x {defect.gradient}: hf-accum-fix explain {defect.name}")
     lines.append(f"in every release ({LIMIT.owner}): hf-accum-fix explain {LIMIT.name}")
     lines += [f"{about}: hf-accum-fix explain {row.name}" for about, row in _engines()]
-    if not diagnosis.head:
-        lines.append("for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
+    lines.append("for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
     return "\n".join([*wrapped(*_answer(diagnosis)), "", *wrapped(*lines)])
 
 
 def to_verbose(diagnosis: Diagnosis) -> str:
     """The same, with every defect of the release, and what apply() does."""
     blocks = [wrapped(*_answer(diagnosis)), [_LEGEND]]
-    blocks.append(wrapped(*_why(diagnosis), *_model(diagnosis), _installed(diagnosis)))
+    blocks.append(wrapped(f"why: {diagnosis.reason}", _installed(diagnosis)))
     for decision in diagnosis.report.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no single factor"
@@ -306,23 +260,6 @@ def to_verbose(diagnosis: Diagnosis) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def to_markdown(diagnosis: Diagnosis) -> str:
-    """The same, to paste in an issue."""
-    lines = [f"**{answer(diagnosis)}**", "", _LEGEND, "", _installed(diagnosis), ""]
-    if diagnosis.report.present:
-        lines += ["| defect | right gradient times | what happens | whose runs |", "|---|---|---|---|"]
-        for defect in (decision.defect for decision in diagnosis.report.present):
-            link = f"[`{defect.name}`]({defect.source[0]})"
-            left = f" *(not fixed: {defect.not_fixed})*" if defect.not_fixed else ""
-            cells = (link, defect.gradient or "-", defect.summary + left, defect.who or "-")
-            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
-        lines.append("")
-    lines.append(f"- in every release ({LIMIT.owner}): `{LIMIT.name}`, {LIMIT.summary}")
-    lines += [f"- {about}: `{row.name}`, {row.summary} {row.who}" for about, row in _engines()]
-    lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
-    return "\n".join(lines)
-
-
 _LEGEND: Final = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the links."
 
 
@@ -333,20 +270,6 @@ def _installed(diagnosis: Diagnosis) -> str:
 def _engines() -> list[tuple[str, EngineDefect]]:
     """The defects of the installed engines, each with the release that has it."""
     return [(f"in {row.package} {release}", row) for release, row in installed_engine_defects()]
-
-
-def _definitions(lines: Sequence[str]) -> list[str]:
-    """Define the terms in some lines."""
-    text = "\n".join(lines)
-    terms = {" G = ": "G: gradient_accumulation_steps", " items": "items: the targets that count in the loss"}
-    found = [definition for term, definition in terms.items() if term in text]
-    return ["; ".join(found)] if found else []
-
-
-def _why(diagnosis: Diagnosis) -> list[str]:
-    """The reason, where the answer does not hold it."""
-    shown = diagnosis.verdict is Verdict.COULD_NOT_TELL or not diagnosis.head
-    return [f"why: {diagnosis.head.get('error', diagnosis.reason)}"] if shown else []
 
 
 def _in_the_way(diagnosis: Diagnosis) -> list[str]:
@@ -368,19 +291,3 @@ def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
     methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
     wraps = f"apply() {does} {methods} of Trainer: {len(report.plan.fixed)} defects fixed"
     return [*([wraps] if report.plan.refusal is None else []), *_in_the_way(diagnosis)]
-
-
-def _model(diagnosis: Diagnosis) -> list[str]:
-    """The observation of the named model."""
-    head = diagnosis.head
-    if "observed" not in head:
-        return []
-    run = head["observed"]
-    exact = f"under apply() {'exact for every split' if run['exact'] else 'not exact'}"
-    batches = f"{run['accumulation_steps']} micro-batches of 2 made-up samples"
-    lines = [f"observed: one step of {head['built']}, {batches}, one process", f"its loss {loss_of(run)}; {exact}"]
-    if diagnosis.verdict is Verdict.COULD_NOT_TELL and (off := off_by(run)):
-        lines.append(f"the stock Trainer would train it at {off}")
-    if head.get("defects"):
-        lines.append(f"the defect: {' or '.join(f'hf-accum-fix explain {name}' for name in head['defects'])}")
-    return lines

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import is_compiled
 from hf_accum_fix.accumulation.items import Labels, labels_of
 from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
@@ -120,7 +120,6 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
         found = found.averaged("the trainer declares that it scales the loss itself")
     if facts.doubt:
         found = replace(found, doubt=facts.doubt, reason=facts.doubt)
-    found = found if facts.shift is None else replace(found, shift=facts.shift)
     return found.by_rule() if is_compiled(host.model) else found
 
 
@@ -157,9 +156,8 @@ def _say(host: Host) -> None:
         )
     if not (loss.has_target or loss.is_settled):
         return
-    # Even a global batch of one micro-batch may have a wrong number or shift.
-    unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
-    matters = host.is_split or unknown_shift or (contract.by_number and not contract.conclusive)
+    # Even a global batch of one micro-batch may have a wrong number.
+    matters = host.is_split or (contract.by_number and not contract.conclusive)
     stays = contract.as_stock or (contract.custom and host.scales_itself)
     outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
     for name, message in remarks(host.head, contract, loss.attempts, outcome=outcome):

@@ -54,13 +54,11 @@ class Facts:
         setting: of the training.
         unobserved: its contract, if only what training runs may be run; None: it is observed.
         doubt: why it is not exact, whatever is observed; empty: there is no reason.
-        shift: labels are shifted as they are smoothed; None: unknown, or they are not smoothed.
     """
 
     setting: Setting
     unobserved: LossContract | None = None
     doubt: str = ""
-    shift: bool | None = None
 
 
 class WholeWindowLoss(Protocol):

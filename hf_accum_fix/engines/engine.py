@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from hf_accum_fix.accumulation.precision import NARROW, Arrival, Leaf
-from hf_accum_fix.engines.mend import defects_of, mend
+from hf_accum_fix.engines.mend import mend
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
@@ -62,11 +62,6 @@ def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
     """
     if is_deepspeed(accelerator):
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
-
-
-def loses_micro_batches(accelerator: AcceleratorLike | None) -> bool:
-    """Whether this release of the engine loses micro-batches where nothing corrects it."""
-    return is_deepspeed(accelerator) and bool(defects_of(accelerator.deepspeed_engine_wrapped.engine.optimizer))
 
 
 def is_sharded(accelerator: AcceleratorLike) -> bool:

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_accum_fix.accumulation import declared
-from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import LossRun
-from hf_accum_fix.accumulation.observe import shift_of
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
@@ -63,7 +63,6 @@ class Session(Host):
         replaced_step: see `trainer_facts.replaced_step`; None: the base's step runs micro-batches.
         func: the trainer's ``compute_loss_func``; None: it has none.
         computed_by: what computed the loss when it was observed.
-        shift: labels are shifted as they are smoothed; None: unknown.
         requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
         kept_back: see `LossRun`.
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
@@ -79,7 +78,6 @@ class Session(Host):
     base_loss: BaseLoss | None = None
     func: Callable[..., Any] | None = None
     computed_by: tuple[Any, ...] = ()
-    shift: bool | None = None
     requires_number = False
     kept_back = 0
     uncounted: list[Any] | None = None
@@ -123,11 +121,6 @@ class Session(Host):
     def scales_itself(self) -> bool:  # type: ignore[override]
         """See `Host`."""
         return facts_of.scales_itself(self.trainer)
-
-    @property
-    def smooths(self) -> bool:
-        """Whether a label smoother computes the loss."""
-        return self.trainer.label_smoother is not None and self.func is None
 
     @property
     def owns_labels(self) -> bool:
@@ -224,9 +217,10 @@ class Session(Host):
                 return func(outputs, labels, num_items_in_batch=number), outputs
         if trainer.label_smoother is None or labels is None:
             return loss_of_outputs(outputs, inputs, model), outputs
-        # A rank without targets has not seen it.
-        shift = self.contract.shift if self.shift is None and self.contract is not None else self.shift
-        loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=bool(shift))
+        # By upstream's list of names, of the model without wrappers and adapters; FSDP2 makes a subclass of it.
+        classes = type(declared.adapted(self.bare(trainer.model))).__mro__
+        is_causal = any(each.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for each in classes)
+        loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=is_causal and not self.cuts_samples)
         # The smoothed loss uses the logits alone.
         coefficients = declared.router_coefficients(self.bare(trainer.model))
         for name, coefficient in zip(("aux_loss", "z_loss"), coefficients, strict=True):
@@ -342,8 +336,7 @@ class Session(Host):
             reason = MADE_LATER if made_later else MADE_BY_STEP
             plain = LossContract(Reduction.PLAIN, custom=True, as_stock=True, doubt=reason, reason=reason)
             return Facts(setting, unobserved=plain)
-        self._settle_shift(batches)
-        doubt = SHIFT_UNKNOWN if self.smooths and self.shift is None else ""
+        doubt = ""
         if any(map(has_own_hooks, self.model.parameters())):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
         if self.cuts_samples and compute_loss is None and type(trainer.label_smoother) is LabelSmoother:
@@ -352,23 +345,7 @@ class Session(Host):
                 doubt = "a router loss is added to smoothed labels"
             smoothed = LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
             return Facts(setting, unobserved=smoothed)
-        return Facts(setting, doubt=doubt, shift=self.shift)
-
-    def _settle_shift(self, batches: Sequence[Any]) -> None:
-        """Set whether labels are shifted as they are smoothed, as in the model's own loss."""
-        trainer, model = self.trainer, self.model
-        if not self.smooths:
-            return
-        if self.cuts_samples or all(getattr(batch.get("labels"), "ndim", 2) < 2 for batch in batches):
-            self.shift = False
-            return
-
-        def call(inputs: Mapping[str, Any], _: Tensor | None) -> Tensor:
-            with trainer.compute_loss_context_manager():
-                return loss_of_outputs(model(**trainer._prepare_inputs(inputs)), inputs, model)
-
-        self.shift = None
-        self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))
+        return Facts(setting, doubt=doubt)
 
 
 def settled_contract(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:

@@ -169,6 +169,7 @@ _ROWS: Final = (
     Attribute(STATE, "stateful_callbacks", "mark a checkpoint"),
     Attribute("transformers.trainer_callback", "TrainerCallback TrainerControl DefaultFlowCallback", "train a copy"),
     Attribute("transformers.trainer_pt_utils", "LabelSmoother", "compute the loss"),
+    Attribute("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "compute the loss"),
     Attribute("transformers.trainer", "skip_first_batches", "resume in the middle of an epoch"),
     Attribute(ACCELERATOR, "backward gradient_accumulation_steps", "set the loss that makes its division right"),
     Attribute(ACCELERATOR, "sync_gradients no_sync", "reduce gradients once a window"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -206,14 +205,14 @@ def _facts(split: Split, logged: float, precision: float) -> _Facts:
             factors[Factor.MORE_BY_IGNORED if ignored else Factor.MORE_BY_ROWS] = items / counted
         if 0 < shifted < items:
             factors[Factor.LESS_BY_ROWS] = items / shifted
-    traits = traits_of(trainer, contract.reduction, labels)
+    traits = _traits_of(trainer, contract.reduction, labels)
     if steps == 1:
         traits |= {"one-step"}
     told = {factor: value for factor, value in factors.items() if value != 1.0}
     return _Facts(world_size, told, traits, logged, precision)
 
 
-def traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[object]) -> frozenset[str]:
+def _traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[object]) -> frozenset[str]:
     """The words of `_CONDITIONS` that hold for a trainer, its model, and the ``labels`` of its samples (or None)."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     head, bases = type(model), [base.__name__ for base in type(model).__mro__]
@@ -233,13 +232,6 @@ def traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[objec
         "peft": head.__name__.startswith("Peft"),
     }
     return frozenset(name for name, holds in traits.items() if holds)
-
-
-def defects_with(factor: float, factors: Mapping[Factor, float], traits: frozenset[str]) -> tuple[str, ...]:
-    """The defects of the installed release that multiply the gradient of such a trainer on one rank by this factor."""
-    hidden = {"undivided-gradient-right-log", "gradient-divided-twice"} & _PRESENT.keys()
-    facts = _Facts(1, factors, traits | {"right-log"} if hidden else traits, math.nan, 1e-3)
-    return _defects(_symbols(factor, facts), facts)
 
 
 _HEAD: Final = "mean declares -own-loss -smoothing"

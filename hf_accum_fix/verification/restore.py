@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.accumulation.preserve import KeepsStorages, eagerly, overridden
+from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.confirmation import unconfirmed
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.report import PATCHED, STOCK
-from hf_accum_fix.verification.whole_state import WholeState
 
 #: Loggers that report every training run; silenced during a dry run.
 _LOGGERS = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
+class WholeState(PythonState):
+    """`PythonState` at any depth, with what functions close over and objects of libraries, but live ones."""
+
+    deep = math.inf
+    machinery = frozenset({"asyncio", "concurrent", "logging", "psutil", "subprocess", "threading", "weakref"})
+
+    def passed_by(self, value: Any) -> list[Any]:
+        """What an object holds besides its state."""
+        if isinstance(value, types.FunctionType):
+            return [each.cell_contents for each in value.__closure__ or () if each != types.CellType()]
+        return [value.__self__] if isinstance(value, types.MethodType) else super().passed_by(value)
+
+
 @contextmanager
-def restored(trainer: TrainerLike) -> Iterator[WholeState]:
+def restored(trainer: TrainerLike) -> Iterator[None]:
     """Restore, also after an error, all state reachable from a trainer and the random states; clear gradients first."""
     with (
         random_states_kept(),
@@ -39,7 +55,7 @@ def restored(trainer: TrainerLike) -> Iterator[WholeState]:
     ):
         for parameter in trainer.model.parameters():
             parameter.grad = None
-        yield state
+        yield
 
 
 def without_dropout(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.whole_state import WholeState
+from hf_accum_fix.verification.restore import WholeState
 
 logger = logging.getLogger("hf_accum_fix")
 

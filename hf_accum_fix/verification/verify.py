@@ -63,9 +63,9 @@ def verify(
 
     Draw the first global batches in the trainer's own order, split them into micro-batches, and run each split through
     the trainer's own ``train()`` without an optimizer step, as the installed release does it and with ``apply()``.
-    Afterwards all state reachable from the trainer, random states and the output folder are as before. Dropout is off
-    during the comparison. Call it on every rank; every rank gets the same report. FSDP and DeepSpeed train copies of
-    the model, and projections of the gradients are compared there.
+    Afterwards model, optimizer, the trainer's attributes, random states, data order and output folder are as before.
+    Dropout is off during the comparison. Call it on every rank; every rank gets the same report. FSDP and DeepSpeed
+    train copies of the model, and projections of the gradients are compared there.
 
     Args:
         trainer: a built `transformers.Trainer`, of any subclass.
@@ -98,12 +98,10 @@ def verify(
     try:
         _check(trainer)
         progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
-        with progress.kept_up(), restored(trainer) as state, plugins_copied(trainer):
-            report = _verified(
+        with progress.kept_up(), restored(trainer), plugins_copied(trainer):
+            return _verified(
                 trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, save, progress.say
             )
-            lost = tuple(f"{each} was read or written and cannot be put back" for each in state.lost())
-            return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
         raise
     except (AccumFixError, RuntimeError) as error:

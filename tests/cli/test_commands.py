@@ -67,7 +67,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hf-accum-fix {hf_accum_fix.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["cure"], ["doctor", "--json", "--markdown"], ["explain", "a", "b"]])
+@pytest.mark.parametrize("words", [[], ["cure"], ["doctor", "--json", "--verbose"], ["explain", "a", "b"]])
 def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(words)

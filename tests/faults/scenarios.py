@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import PretrainedConfig
 
 from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, shifted_cross_entropy
 from tests.numerics.parity import ClassRecorder, training_arguments
@@ -118,21 +117,6 @@ class InForward(DropsKwargs):
         return {**outputs, "loss": self.happens(outputs["loss"])} if happens else outputs
 
 
-class NeedsNoLabels(DropsKwargs):
-    """A model that on the second rank fails with labels, which label smoothing hides from it in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = PretrainedConfig()
-        self.double().load_state_dict(HEAD.build().state_dict())
-
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        if on_second_rank() and labels is not None:
-            raise ValueError("these labels cannot be read")
-        logits = self.logits(input_ids)
-        return {"logits": logits} if labels is None else {"loss": shifted_cross_entropy(logits, labels)}
-
-
 def nan(loss: Tensor) -> Tensor:
     return loss * math.nan
 
@@ -145,8 +129,5 @@ RAISING: dict[str, Callable[[Path], Any]] = {
     "collator-raises-at-first": lambda output: trainer(output, data_collator=InMicroBatch(raising, 2)),
     "collator-raises-later": lambda output: trainer(output, data_collator=InMicroBatch(raising)),
     "iterator-ends": uneven,
-    "labels-unreadable-where-smoothed": lambda output: trainer(
-        output, model=NeedsNoLabels(), label_smoothing_factor=0.1
-    ),
     "contracts-differ": lambda output: trainer(output, model=OtherLoss().double()),
 }

@@ -31,7 +31,6 @@ SAYING = {
 }
 #: What stock trains, and so is trained as there, and what a warning has to say of it.
 GOING_ON = {
-    "labels-unreadable-where-smoothed": "could not be observed: these labels cannot be read",
     "contracts-differ": "rank 0: is the mean.*rank 1: is a sum",
 }
 

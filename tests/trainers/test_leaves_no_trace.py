@@ -1,8 +1,7 @@
-"""Uncut, a patched run is stock's bit for bit, whatever the model or its trainer keeps of the calls it has seen."""
+"""Uncut, a patched run is stock's bit for bit, whatever is kept in attributes, lists, dicts and tensors."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from tests.numerics.heads import DropsKwargs, TokenModel, shifted_cross_entropy
-from tests.numerics.heads.head import collate
-from tests.numerics.heads.samples import text
 from tests.trainers.custom import NUMBER
 from tests.trainers.runs import Case, Ordered, of_texts, run
 
@@ -74,35 +70,6 @@ class Running(Changes):
     def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
         self.running.mul_(0.9).add_(0.1 * loss.detach())
         return loss / self.running
-
-
-class Draws(Changes):
-    """Adds the loss of another sample, from a stream of its own."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stream = iter(text(seed=7))
-
-    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
-        other = collate([next(self.stream)])
-        return loss + 0.1 * shifted_cross_entropy(model.logits(other["input_ids"]), other["labels"])
-
-
-class OtherData(Changes):
-    """Draws from a second loader, as semi-supervised training does."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.unlabelled = iter(DataLoader(torch.arange(1.0, 200.0, dtype=torch.float64), batch_size=1))
-
-    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
-        return loss * next(self.unlabelled).mean()
-
-
-class OtherList(OtherData):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.unlabelled = iter([torch.tensor(float(i)) for i in range(1, 200)])
 
 
 class OfTheInstance(Ordered):
@@ -259,56 +226,6 @@ class AverageByData(Times):
         return self.average
 
 
-class CountsInNumpy(Times):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = np.zeros(64)
-
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        np.add.at(self.seen, input_ids.flatten().numpy() % 64, 1)
-        return float(self.seen.max())
-
-
-class CountsByIterator(Times):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = itertools.count(1)
-
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        return next(self.calls)
-
-
-class Slotted:
-    __slots__ = ("calls",)
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class CountsInSlots(Times):
-    def __init__(self) -> None:
-        super().__init__()
-        self.meter = Slotted()
-
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        self.meter.calls += 1
-        return self.meter.calls
-
-
-class Named(dict[str, int]):
-    """As there are many, such as EasyDict."""
-
-
-class CountsInNamed(Times):
-    def __init__(self) -> None:
-        super().__init__()
-        self.meter = Named(calls=0)
-
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        self.meter["calls"] += 1
-        return self.meter["calls"]
-
-
 def scripted(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels)
 
@@ -322,8 +239,7 @@ class ScriptsLate(TokenModel):
 
 MODELS = [
     DropsKwargs, OwnGenerator, OwnRandom, Taught, RelativeToTheFirst, WarmsUp, SparseBuffer, InferenceBuffer,
-    QuantizedBuffer, LazyBuffer, AverageByData, CountsInNumpy, CountsByIterator, CountsInSlots, CountsInNamed,
-    ScriptsLate,
+    QuantizedBuffer, LazyBuffer, AverageByData, ScriptsLate,
 ]  # fmt: skip
 LOGS = Case("logs-in-compute-loss", NUMBER, LogsInComputeLoss)
 METERED = Case("meter-in-compute-loss", NUMBER, Metered)
@@ -334,9 +250,6 @@ CASES = [
     METERED,
     Case("meter-in-compute-loss-mean", of_texts(DropsKwargs), Metered),
     Case("running-mean", NUMBER, Running),
-    Case("stream-of-ones-own", NUMBER, Draws),
-    Case("other-data", of_texts(DropsKwargs), OtherData),
-    Case("other-list", of_texts(DropsKwargs), OtherList),
     Case("compute-loss-of-the-instance", NUMBER, OfTheInstance),
     Case("counter-in-prepare-inputs", of_texts(DropsKwargs), CountsAsItPrepares),
     Case("meter-in-prepare-inputs", of_texts(DropsKwargs), PreparesByItsMeter),

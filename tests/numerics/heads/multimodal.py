@@ -299,7 +299,12 @@ def heads() -> list[Head]:
     return [
         of_class(samples=llava_samples(), name="llava", stock_wrong=before("4.52"), **llava),
         of_class(
-            samples=llava_samples(), name="llava-smoothing", loss=smoothing_reference(0.1), arguments=smooth, **llava
+            samples=llava_samples(),
+            name="llava-smoothing",
+            stock_wrong=before("5.15"),
+            loss=smoothing_reference(0.1, shift=False),
+            arguments=smooth,
+            **llava,
         ),
         # Its image patches have no sample axis.
         of_class(
