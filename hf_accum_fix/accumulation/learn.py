@@ -230,11 +230,16 @@ def _judge(
     number = tuple(at for at, of_looks in columns if compared.are_numbers(of_looks))
     # Each row has its own count.
     rows = place is None and whole.own_divisor
+    guarded = _guarded(first, compared)
     counts = tuple(
         at
         for at, of_looks in columns
         if not (rows and whole.is_own_divisor(at))
-        and (not all(is_near(of_looks[0], each) for each in of_looks) or whole.is_own_divisor(at) > compared.apart)
+        and (
+            not all(is_near(of_looks[0], each) for each in of_looks)
+            or whole.is_own_divisor(at) > compared.apart
+            or (whole.divides(at) and [*of_looks] in guarded)
+        )
     )
     if whole.learnt and not counts:
         return term.but(how=How.CONSTANT)
@@ -251,10 +256,18 @@ def _judge(
     if v[0] == v[1] == v[2] and compared.are_distinct:
         # Zero is inconclusive.
         return term.but(how=How.CONSTANT)
-    if _adds_up(v, min(compared.tolerance, 0.2)) and not (rows or (whole.rows and place is None)):
+    if _adds_up(v, min(compared.tolerance, 0.2)) and not (rows or whole.rows):
         given = next(_given_counts(whole, compared), None)
         return term.but(how=How.SUM) if given is None else term.but(how=How.MEAN, **given)
     return term.but(doubt, None if 0.0 in v else Cause.COUPLED)
+
+
+def _guarded(seen: Sequence[TermLook], compared: Comparison) -> list[list[float]]:
+    """Counts of the targets of a term, of at least 1, which may be 1 in all looks."""
+    rule = next(listed_targets(compared.whole.batch), None)
+    listed = [] if rule is None else [float(rule.count(batch)) for batch in compared.batches]
+    targets = [each.targets for each in seen] if any(each.targets for each in seen) else []
+    return [[max(n, 1.0) for n in each] for each in (listed, targets) if each]
 
 
 def _judged_number(term: Judged, compared: Comparison) -> Judged:
