@@ -257,8 +257,9 @@ def _judge(
         # Zero is inconclusive.
         return term.but(how=How.CONSTANT)
     if _adds_up(v, min(compared.tolerance, 0.2)) and not (rows or whole.rows):
-        given = next(_given_counts(whole, compared), None)
-        return term.but(how=How.SUM) if given is None else term.but(how=How.MEAN, **given)
+        divisors = [value for at, value in enumerate(whole.factors) if whole.divides(at)]
+        given = next((key for key, n in compared.whole.numbers_among_inputs.items() if n in divisors), None)
+        return term.but(how=How.SUM) if given is None else term.but(f"its divisor may be the input {given!r}")
     return term.but(doubt, None if 0.0 in v else Cause.COUPLED)
 
 
@@ -322,23 +323,6 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         # (a + b) / (a + b).detach() may add up where both have as many items.
         return mean.but("one number that is no count divides several of its terms")
     return mean
-
-
-def _given_counts(term: TermLook, compared: Comparison) -> Iterator[dict[str, Any]]:
-    """How a term is divided by a number among the inputs, which is a count that the parts of a batch do not show.
-
-    A Python number that counts nothing else, and that no micro-batch has another of, may as well be a coefficient.
-    """
-    batch = compared.whole.batch
-    rules = [rule for rule in (Items((key,), given=True) for key in batch) if rule.has_targets(batch)]
-    for place, value in enumerate(term.factors):
-        for rule in (rule for rule in rules if term.divides(place) and float(rule.count(batch)) == value):
-            its = [(each, float(rule.count(each))) for each in compared.window if rule.has_targets(each)]
-            others = [each for each in ways_of_counting(batch) if all(each.has_targets(batch) for batch, _ in its)]
-            counts = any(all(float(other.count(each)) == n for each, n in its) for other in others)
-            is_count = (place, rule.keys[0]) in term.inputs or counts or len({n for _, n in its}) > 1
-            doubt = "" if is_count else f"its divisor {value:g} may be a constant, or the input {rule.keys[0]!r}"
-            yield {"doubt": doubt, "counts": (place,), "rules": {rule: 1.0}, "counted": (value,)}
 
 
 def _unreadable(term: Judged, compared: Comparison) -> Judged:
