@@ -83,8 +83,7 @@ def weigh(
         return _ready(loss, math.inf, part)
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0].divisor, part)
-    part.plain_log = part.plain_log or captured.values is None
-    return _hooked(loss, weights, None if part.plain_log else captured.values, part)
+    return _hooked(loss, weights, captured.values, part)
 
 
 def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor]) -> str:
