@@ -27,11 +27,6 @@ from hf_accum_fix.accumulation.part import Number, Part, differ
 from hf_accum_fix.accumulation.values import Captured, Values
 
 
-def _read(number: Number) -> Number:
-    """A Python number, unless it is on a device, where reading waits."""
-    return float(number) if on_host(number) else number
-
-
 def _is_nan(number: Number) -> bool:
     """Whether a number is nan; False for one on a device, which is not read."""
     return on_host(number) and math.isnan(float(number))
