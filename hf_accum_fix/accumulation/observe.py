@@ -26,7 +26,7 @@ from hf_accum_fix.accumulation.look import (
     out_of_memory,
 )
 from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size
+from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size, with_own_steps
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.rules import listed_targets, targets_padding
@@ -95,6 +95,7 @@ class _Observation:
             self.setting = replace(self.setting, hands_number=True)
             found = self._learnt()
         found = with_kept_size(found, self.whole, self.window) if self.setting.custom or self.setting.func else found
+        found = with_own_steps(found, self.whole, self.setting, adds=self.loss.kept_back() > 0)
         scale = own_scale(found, self.whole, self.setting)
         found = self._with_doubts(found, norm, scale)
         depends = self._depends_on_number(found) or found.by_number or How.NUMBER in {each.how for each in found.terms}

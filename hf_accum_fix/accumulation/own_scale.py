@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_accum_fix.accumulation.compare import Setting
-from hf_accum_fix.accumulation.contract import How, LossContract
+from hf_accum_fix.accumulation.contract import How, LossContract, TermSpec
 from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.look import Look, TermLook
 from hf_accum_fix.accumulation.rules import is_near
@@ -20,6 +20,22 @@ def terms_of(found: LossContract, seen: Look) -> list[TermLook]:
     return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
 
 
+def with_own_steps(found: LossContract, whole: Look, setting: Setting, *, adds: bool) -> LossContract:
+    """The contract with what a custom loss divides by the steps beside a term over num_items_in_batch.
+
+    Such losses are added up, so that TRL divides a router loss by itself. ``adds``: the base's loss is one.
+    """
+    if not (adds or How.NUMBER in {each.how for each in found.terms}):
+        return found
+    terms = list[TermSpec]()
+    for spec, term in zip(found.terms, terms_of(found, whole), strict=True):
+        places = (at for at in range(len(term.factors)) if at not in spec.counts and not term.is_own_divisor(at))
+        own = [at for at in places if any(is_near(term.product([at]), 1 / steps) for steps in setting.own_steps)]
+        terms.append(spec if spec.how is How.NUMBER else replace(spec, own=tuple(own[:1])))
+    # What divides all of its terms is another scale.
+    return found if all(each.own for each in terms) else replace(found, terms=tuple(terms))
+
+
 def own_scale(found: LossContract, whole: Look, setting: Setting) -> float | None:
     """A constant of a custom loss that is a number which its code names, G, W or their product, or 1 by it; None: none.
 
@@ -29,7 +45,8 @@ def own_scale(found: LossContract, whole: Look, setting: Setting) -> float | Non
     numbers = [scale for each in (*own, math.prod(own)) if each != 1.0 for scale in (each, 1 / each)]
     scales = [ratio for spec in found.terms for ratio in spec.rules.values()]
     for spec, term in zip(found.terms, terms_of(found, whole), strict=True):
-        places = (at for at in range(len(term.factors)) if at not in spec.counts and not term.is_own_divisor(at))
+        taken = {*spec.counts, *spec.own}
+        places = (at for at in range(len(term.factors)) if at not in taken and not term.is_own_divisor(at))
         scales += [abs(term.product([at])) for at in places]
     return next((scale for scale in scales if any(is_near(scale, number) for number in numbers)), None)
 
