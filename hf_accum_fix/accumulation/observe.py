@@ -244,7 +244,7 @@ class _Observation:
                 "steps or the ranks"
             )
         if found.by_number and not setting.custom and setting.has_stock and setting.upstream_number:
-            terms = zip(found.terms, terms_of(found, self.whole), strict=True)
+            terms = terms_of(found, self.whole)
             if any(each.how is How.MEAN and not (each.rules or t.named or t.by_classes) for each, t in terms):
                 doubts.append("its model drops targets that num_items_in_batch counts")
         cause = None if found.cause is Cause.LOG else found.cause

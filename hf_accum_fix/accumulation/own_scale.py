@@ -14,10 +14,11 @@ from hf_accum_fix.accumulation.look import Look, TermLook
 from hf_accum_fix.accumulation.rules import is_near
 
 
-def terms_of(found: LossContract, seen: Look) -> list[TermLook]:
-    """The terms of a forward in the order of a contract's."""
+def terms_of(found: LossContract, seen: Look) -> list[tuple[TermSpec, TermLook]]:
+    """The terms of a contract, each with that of a forward that has it."""
     terms = seen.inside if found.inside else seen.terms
-    return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
+    alike = ((spec, [each for each in terms if each.shape == spec.shape]) for spec in found.terms)
+    return [(spec, its[spec.place or 0]) for spec, its in alike if its[spec.place or 0 :]]
 
 
 def with_own_steps(found: LossContract, whole: Look, setting: Setting, *, adds: bool) -> LossContract:
@@ -28,12 +29,13 @@ def with_own_steps(found: LossContract, whole: Look, setting: Setting, *, adds: 
     if not (adds or How.NUMBER in {each.how for each in found.terms}):
         return found
     terms = list[TermSpec]()
-    for spec, term in zip(found.terms, terms_of(found, whole), strict=True):
+    for spec, term in terms_of(found, whole):
         places = (at for at in range(len(term.factors)) if at not in spec.counts and not term.is_own_divisor(at))
         own = [at for at in places if any(is_near(term.product([at]), 1 / steps) for steps in setting.own_steps)]
         terms.append(spec if spec.how is How.NUMBER else replace(spec, own=tuple(own[:1])))
     # What divides all of its terms is another scale.
-    return found if all(each.own for each in terms) else replace(found, terms=tuple(terms))
+    is_all = len(terms) < len(found.terms) or all(each.own for each in terms)
+    return found if is_all else replace(found, terms=tuple(terms))
 
 
 def own_scale(found: LossContract, whole: Look, setting: Setting) -> float | None:
@@ -44,7 +46,7 @@ def own_scale(found: LossContract, whole: Look, setting: Setting) -> float | Non
     own = [float(each) for each in setting.own if not (found.takes_world_size and each == setting.world_size)]
     numbers = [scale for each in (*own, math.prod(own)) if each != 1.0 for scale in (each, 1 / each)]
     scales = [ratio for spec in found.terms for ratio in spec.rules.values()]
-    for spec, term in zip(found.terms, terms_of(found, whole), strict=True):
+    for spec, term in terms_of(found, whole):
         taken = {*spec.counts, *spec.own}
         places = (at for at in range(len(term.factors)) if at not in taken and not term.is_own_divisor(at))
         scales += [abs(term.product([at])) for at in places]
@@ -57,7 +59,7 @@ def with_kept_size(found: LossContract, whole: Look, window: Sequence[Mapping[st
     A trainer divides by its batch size, which it may have kept as it was made.
     """
     sizes = {float(sample_count(batch)) for batch in window}
-    for spec, seen in zip(found.terms, terms_of(found, whole), strict=True):
+    for spec, seen in terms_of(found, whole):
         divides = (abs(seen.factors[place]) for place in range(len(seen.factors)) if seen.divides(place))
         kept = next((n for n in divides if any(is_near(n, size) for size in sizes)), None)
         if spec.how is How.SUM and kept is not None:
