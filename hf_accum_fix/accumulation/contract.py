@@ -128,7 +128,6 @@ class LossContract:
         doubt: why it is reported as not exact; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
         unchecked: why coupled samples would not be detected; empty: they would.
-        warms: a term was multiplied by zero, and may come later.
         conclusive: False: it is observed again in the next window.
         reason: how it was found, in one sentence.
     """
@@ -150,7 +149,6 @@ class LossContract:
     doubt: str = ""
     cause: Cause | None = None
     unchecked: str = ""
-    warms: bool = False
     conclusive: bool = True
     reason: str = "given"
 

@@ -111,7 +111,6 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         constant=rest or 0.0,
         deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
         unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
-        warms=whole.warms,
         conclusive=all(map(_shows, judged)),
     )
     means = [each for each in specs if each.how is How.MEAN]

@@ -135,7 +135,6 @@ class Look:
         terms: with stacked numbers as rows.
         inside: with stacked numbers as terms.
         drew: it drew random numbers, apart from dropout.
-        warms: a term was multiplied by zero, and is left out.
     """
 
     batch: Mapping[str, Any]
@@ -145,7 +144,6 @@ class Look:
     terms: list[TermLook]
     inside: list[TermLook]
     drew: bool
-    warms: bool
 
     @property
     def samples(self) -> int:
@@ -190,8 +188,7 @@ def look(
     shapes = shown(inside=False), shown(inside=True)
     kept = [without_nothing(terms) for terms in shapes]
     rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
-    warms = len(kept[0]) < len(shapes[0])
-    return Look(batch, number, total, found.dtype, rows, inside, noise.random_states() != before, warms)
+    return Look(batch, number, total, found.dtype, rows, inside, noise.random_states() != before)
 
 
 def run_with_graph(

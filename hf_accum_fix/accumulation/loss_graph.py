@@ -173,7 +173,8 @@ class _Reader:
                 edge = nodes.passed(node, output)
                 # A node with several outputs is shared.
                 pending.append((edge, path.below(edge[0]) if nodes.has_several_outputs(node) else path))
-            elif does == "add" and (summands := nodes.summands(node)) is not None:
+            elif does == "add":
+                summands = nodes.summands(node)
                 # Else the other summand has no gradient.
                 added = path.added or len(summands) == 1
                 below = [(each, replace(path.below(each[0], *its), added=added)) for each, its in summands]
@@ -201,8 +202,7 @@ class _Reader:
             return
         if does == "mean" and nodes.adds_a_number(below[0]):
             # mean(x + number) = mean(x) + number
-            found = nodes.summands(below[0]) or []
-            parts = [(each, path.below(each[0], *factors)) for each, factors in found]
+            parts = [(each, path.below(each[0], *factors)) for each, factors in nodes.summands(below[0])]
         for each, part in parts:
             if len(parts) > 1 and shape_of(each[0]) == ():
                 yield from self.terms(each, part)
