@@ -1,12 +1,14 @@
-"""What happens to the elements of a reduction, below its leaf: they may be sorted, or pass layers."""
+"""What happens to the elements of a reduction, below its leaf: they may be sorted, weighted, or pass layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from hf_accum_fix.accumulation.loss_graph import MOST_BELOW
-from hf_accum_fix.accumulation.nodes import live_edges, shape_of
+from hf_accum_fix.accumulation.nodes import NotSavedError, factor_of, live_edges, shape_of
 
 #: Layers, through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
@@ -22,6 +24,25 @@ def sorts_elements(node: Any) -> bool:
     sorts = (each for each in _below(node) if type(each).__name__.startswith(("SortBackward", "TopkBackward")))
     # Before torch 2.5 nodes do not show their shape once the loss is gone.
     return any(len(shape_of(each)) == 1 for each in sorts if hasattr(each, "_input_metadata"))
+
+
+def weights_elements(node: Any) -> bool:
+    """Whether elements of a reduction are multiplied by numbers without gradient, above the first layer.
+
+    These may be statistics of the batch, such as the mean reward.
+    """
+    return any(map(_has_weights, _below(node)))
+
+
+def _has_weights(node: Any) -> bool:
+    if not type(node).__name__.startswith(("MulBackward", "DivBackward")) or len(live_edges(node)) > 1:
+        return False
+    try:
+        found = factor_of(node)
+    except NotSavedError:
+        # A tensor that was not saved, and so no single number.
+        return True
+    return found is not None and isinstance(found[1].value, Tensor) and found[1].value.numel() > 1
 
 
 def _below(node: Any) -> Iterator[Any]:

@@ -111,7 +111,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         constant=rest or 0.0,
         deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
         unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
-        conclusive=all(map(_shows, judged)),
+        conclusive=all(_shows(each, compared) for each in judged),
     )
     means = [each for each in specs if each.how is How.MEAN]
     if numbered := [each for each in judged if each.spec.how is How.NUMBER]:
@@ -134,10 +134,14 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
     return replace(found, doubt=doubt, reason=doubt)
 
 
-def _shows(term: Judged) -> bool:
+def _shows(term: Judged, compared: Comparison) -> bool:
     """Whether its values are conclusive: a count or a constant of zero shows nothing."""
     if term.spec.how is How.MEAN:
-        return term.spec.counted[0] != 0.0
+        # One value of all samples (a policy's ratios, which begin at 1) does not show what their weights depend on.
+        one, *others = term.values
+        alike = one and all(each and is_near(one, each) for each in others)
+        blank = alike and term.seen[0].weighs and len(term.spec.counts) == 1 and compared.are_distinct
+        return not (blank or term.spec.counted[0] == 0.0)
     return term.spec.how not in (How.CONSTANT, How.PLAIN) or term.seen[0].learnt or 0.0 not in term.values
 
 

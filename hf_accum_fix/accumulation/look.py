@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import noise
-from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements
+from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements, weights_elements
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError
@@ -73,7 +73,7 @@ class TermLook:
         by_classes: it is a mean over the class weights of its targets.
         shares_learnt: other terms have the same learnt factor.
         adds: something without a gradient is added to it.
-        sorts, layered: as of `elements`: its elements are sorted; they pass layers.
+        sorts, weighs, layered: as of `elements`: its elements are sorted; they have weights; they pass layers.
     """
 
     shape: tuple[Any, ...]
@@ -93,6 +93,7 @@ class TermLook:
     shares_learnt: bool
     adds: bool
     sorts: bool
+    weighs: bool
     layered: bool
 
     @property
@@ -267,6 +268,7 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             shares_learnt=any(each.learnt for each in term.factors[: path.above]),
             adds=path.added,
             sorts=sorts_elements(leaf),
+            weighs=weights_elements(leaf),
             layered=not term.readable and holds_layers(leaf),
         )
         return found if kept is None else replace(found, value=float(kept) * found.product(range(path.above)))

@@ -104,7 +104,6 @@ ONE_ELEMENT = [
     *(case for key, start in STARTS.items() for case in everywhere(f"e2-{key}", EXACT, begun(start))),
     *(case for key, start in STARTS.items() for case in in_both(f"e2-{key}-two", EXACT, begun_twice(start))),
     *everywhere("e2-view", EXACT, lambda s: s.tokens.view(1)),
-    *everywhere("e2-view-first", EXACT, lambda s: s.tokens.view(1)[0]),
     *everywhere("e2-unsqueeze", EXACT, lambda s: (s.tokens + 0.5 * s.classes).unsqueeze(0)),
     *everywhere("e2-zeros-mean", EXACT, lambda s: (torch.zeros(1, dtype=torch.float64) + s.tokens).mean()),
     *everywhere(
@@ -189,46 +188,25 @@ def weights(s: Seen) -> Tensor:
 STACKED: Mapping[str, Loss] = {
     "weighted-sum": lambda s: (weights(s) * s.stack).sum(),
     "weighted-mean": lambda s: (s.stack * weights(s)).mean(),
-    "dot": lambda s: torch.dot(weights(s), s.stack),
-    "dot-other": lambda s: torch.dot(s.stack, weights(s)),
-    "matmul": lambda s: s.stack @ weights(s),
-    "einsum": lambda s: torch.einsum("i,i->", weights(s), s.stack),
     "over-two": lambda s: (s.stack / 2).sum(),
     "zip": lambda s: sum(w * each for w, each in zip([0.7, 0.2], [s.tokens, s.classes], strict=True)),
     "negative": lambda s: -(-s.stack * weights(s)).sum(),
     "cat": lambda s: torch.cat([s.tokens.view(1), s.classes.view(1)]).mul(weights(s)).sum(),
     "number-plus": lambda s: (s.stack * weights(s) + 1.0).sum(),
-    "first": lambda s: s.stack[0] + 0.3 * s.stack[1],
-    "lerp": lambda s: torch.lerp(s.tokens, s.classes, 0.3),
-    "addcmul": lambda s: torch.addcmul(s.tokens, s.logits.new_tensor(0.3), s.classes),
     "power-one": lambda s: s.tokens**1.0,
 }
 
 
-def uncertain_vector(s: Seen) -> Tensor:
-    """Kendall, Gal and Cipolla 2018, with one parameter of two numbers."""
-    return (torch.exp(-s.model.s) * s.stack + s.model.s).sum()
-
-
 STACKS = [
     *(case for name, loss in STACKED.items() for case in in_both(f"e11-{name}", EXACT, loss)),
-    *in_both("e11-uncertain", EXACT, uncertain_vector, learnt={"s": [0.2, -0.3]}, alone=("s",)),
+    *in_both("e11-matmul", INEXACT, lambda s: s.stack @ weights(s)),
 ]
 
 
-# --- floors and ceilings that do not bind, and one that does --------------------------------------------------------
-
-BOUNDS: Mapping[str, Loss] = {
-    "ceiling": lambda s: s.tokens.clamp(max=100.0) + s.classes,
-    "floor": lambda s: s.tokens.clamp(min=1e-3),
-    "relu": lambda s: F.relu(s.tokens) + 0.5 * s.classes,
-    "minimum": lambda s: torch.minimum(s.tokens, s.logits.new_tensor(100.0)),
-    "maximum": lambda s: torch.maximum(s.tokens, s.logits.new_tensor(0.0)),
-    "both": lambda s: torch.clamp(s.tokens, 0.0, 50.0),
-}
+# --- a ceiling, which is no mean whether it binds or not -------------------------------------------------------------
 
 FLOORS = [
-    *(case for name, loss in BOUNDS.items() for case in in_both(f"e17-{name}", EXACT, loss)),
+    *in_both("e17-ceiling", INEXACT, lambda s: s.tokens.clamp(max=100.0) + s.classes),
     # It binds in some micro-batches only.
     *in_both("e17-binds", INEXACT, lambda s: s.tokens.clamp(max=4.5) + 0.0 * s.classes, windows=several(2)),
 ]
@@ -254,7 +232,14 @@ EPSILONS = [
     }.items()
     for case in [
         *everywhere(f"e5-{name}", EXACT, over(divisor), tolerance=2e-5),
-        *in_both(f"e5-{name}-two", EXACT, lambda s, of=divisor: over(of)(s) + 0.5 * s.classes, tolerance=2e-5),
+        # One in 1e-5 of a single target, beside another count, is another count.
+        *in_both(
+            f"e5-{name}-two",
+            EXACT,
+            lambda s, of=divisor: over(of)(s) + 0.5 * s.classes,
+            tolerance=2e-5,
+            cuts=(PAIRS,) if name == "1e-5" else (PAIRS, SINGLES),
+        ),
     ]
 ]
 

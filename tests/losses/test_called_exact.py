@@ -818,28 +818,6 @@ PUBLIC_EXACT = [
         public("over-a-number-in-the-batch", lambda t, s, n: s.each_class.sum() / s.batch["sentences"]),
         collate=with_sentences,
     ),
-    public(
-        "sum-over-samples-times-steps",
-        lambda t, s, n: s.each_class.sum() / (len(s.each_class) * steps(t)),
-        lambda s, _: s.classes,
-    ),
-    public(
-        "sum-over-tokens-times-steps-beside-samples",
-        lambda t, s, n: summed(s) / (s.each_token[1].sum() * steps(t)) + s.classes / steps(t),
-        lambda s, _: s.tokens + s.classes,
-    ),
-    public("sum-over-the-batch-size", lambda t, s, n: s.each_class.sum() / size(t), lambda s, _: s.classes),
-    public(
-        "sum-over-the-global-batch",
-        lambda t, s, n: s.each_class.sum() / (size(t) * steps(t)),
-        lambda s, _: s.classes,
-    ),
-    public(
-        "a-mean-beside-a-sum-over-the-batch-size",
-        lambda t, s, n: s.tokens + s.each_class.sum() / size(t),
-        lambda s, _: s.tokens + s.classes,
-    ),
-    public("over-the-mean-number", lambda t, s, n: summed(s) / (n / steps(t)) / steps(t), lambda s, _: s.tokens),
     public("tags-beside-classes", lambda t, s, n: tagged(s) + s.classes),
     public("of-one-class", lambda t, s, n: of_one_class(s), cuts=((4, 2),)),
     public("a-vector-of-one", lambda t, s, n: s.tokens.unsqueeze(0).mean()),
@@ -1018,7 +996,6 @@ SAID = [
     public("weights-over-the-greatest", lambda t, s, n: over_greatest(s)),
     public("over-the-value-before", over_last, lambda s, _: s.tokens / s.tokens.detach(), 1),
     public("stacked-dot", lambda t, s, n: torch.dot(torch.tensor([0.3, 0.7]).double(), s.stack)),
-    public("a-mean-times-its-batch", lambda t, s, n: s.tokens * len(s.logits)),
     public("backward-in-compute-loss", with_backward, lambda s, _: 0.5 * s.tokens + s.classes),
 ]
 
