@@ -168,13 +168,7 @@ class Look:
 
 
 def look(
-    loss: LossRun,
-    batch: Mapping[str, Any],
-    number: float | None,
-    *,
-    listed: bool,
-    keep: bool,
-    seed: int = 0,
+    loss: LossRun, batch: Mapping[str, Any], number: float | None, *, listed: bool, keep: bool, seed: int = 0
 ) -> Look:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     noise.seed(seed)

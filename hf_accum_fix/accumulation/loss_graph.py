@@ -104,13 +104,7 @@ class Term:
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
 
 
-def read(
-    loss: Tensor,
-    stops: Collection[Any] = (),
-    *,
-    inside: bool = False,
-    deep: bool = False,
-) -> list[Term]:
+def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, deep: bool = False) -> list[Term]:
     """The terms of a loss; empty: it has no gradient.
 
     Args:
