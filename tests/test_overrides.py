@@ -477,11 +477,19 @@ def test_what_needs_whole_samples_is_refused_where_they_are_cut(
             trainer.train()
 
 
-class Bypasses(Trainer):
+class NeverCalls(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         loss.backward()
         return loss.detach()
+
+
+class Bypasses(NeverCalls):
+    """Its code names the base's step, which is never run."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        base = Trainer.training_step if model is None else NeverCalls.training_step
+        return base(self, model, inputs, num_items_in_batch)
 
 
 class BypassesAndForgives(Bypasses):
@@ -503,6 +511,17 @@ def test_a_training_step_that_bypasses_ours_is_refused_before_a_step_is_taken(
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="came through neither"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in trainable(trainer.model).items())
+
+
+def test_a_training_step_that_never_calls_the_base_s_is_stock_s_and_said(tmp_path: Path, said: Said) -> None:
+    ends = []
+    for mode in ("stock", "apply"):
+        trainer = trainer_of(DROPS, tmp_path, NeverCalls, max_steps=2, samples=list(DROPS.samples) * 2)
+        with applied(mode):
+            trainer.train()
+        ends.append(trainable(trainer.model))
+    assert all(torch.equal(ends[0][name], value) for name, value in ends[1].items())
+    assert len(said("its training_step never calls the Trainer's")) == 1
 
 
 def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
@@ -537,7 +556,7 @@ def _rank(reduced: list[float], contract: LossContract | None = None) -> Session
         ),
     )
     host = Session(trainer, Options())
-    host.state.losses.first.contract = contract
+    host.state.loss.contract = contract
     return host
 
 
