@@ -26,7 +26,7 @@ ROUTER_LOSSES: Final = ("mean", "exact")
 #: Over which samples a loss that couples them is computed: see `hf_accum_fix.coupled`.
 COUPLED_LOSSES: Final = ("micro-batch", "rank", "exact")
 
-#: The dtypes in which a window's gradients are summed: see `hf_accum_fix.accumulation.precision`.
+#: The dtypes in which a window's gradients are summed: see `hf_accum_fix.engines.precision`.
 ACCUMULATE_IN: Final = ("parameter", "float32", "compensated")
 
 

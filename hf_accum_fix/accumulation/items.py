@@ -15,7 +15,7 @@ over its own ``n`` items is multiplied by ``n / n_mean``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,12 @@ Labels = frozenset[tuple[str, int]]
 _ANSWERS = ("start_positions", "end_positions")
 
 
-def labels_of(batch: Any) -> Labels:
-    """The labels of a micro-batch; empty: it has none, or is no mapping."""
+def labels_of(batch: Any, counted: Collection[str] | None = None) -> Labels:
+    """The labels of a micro-batch, or those that are ``counted``; empty: it has none, or is no mapping."""
     if not isinstance(batch, Mapping):
         return frozenset()
-    labels = ((key, value) for key, value in batch.items() if "label" in key or key in _ANSWERS)
+    named = (pair for pair in batch.items() if counted is None or pair[0] in counted)
+    labels = ((key, value) for key, value in named if "label" in key or key in _ANSWERS or counted)
     return frozenset((key, getattr(value, "ndim", -1)) for key, value in labels if value is not None)
 
 
@@ -96,7 +97,6 @@ class Items:
             of what they hold under this name (the boxes of an image). None: the input is a tensor.
         block: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones;
             (2, 3), the reference texts after both. None: all rows.
-        given: the input is the number of items itself, a number or a tensor of one.
         mix: the items are a weighted sum of other counts (boxes, and queries without one).
     """
 
@@ -107,7 +107,6 @@ class Items:
     width_of: str | None = None
     entry: str | None = None
     block: tuple[int, int] | None = None
-    given: bool = False
     mix: tuple[tuple[float, Items], ...] = ()
 
     def __post_init__(self) -> None:
@@ -124,9 +123,7 @@ class Items:
         """Whether a micro-batch has the counted input."""
         if not self.keys or isinstance(inputs, ZeroWeightBatch):
             return True
-        value = inputs.get(self.keys[0])
-        is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-        return is_number if self.given else value is not None
+        return inputs.get(self.keys[0]) is not None
 
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """Boolean tensor shaped like the counted input: which of its positions are targets.
@@ -167,12 +164,6 @@ class Items:
             rows = sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
         elif not self.keys:
             rows = sample_count(inputs)
-        elif self.given:
-            number = inputs[self.keys[0]]
-            device = device or (number.device if isinstance(number, Tensor) else torch.device("cpu"))
-            if isinstance(number, Tensor):
-                return number.detach().to(device, count_dtype(device)).reshape(())
-            return torch.full((), number, dtype=count_dtype(device), device=device)
         else:
             found = self.targets(inputs)
             return found.sum(dtype=count_dtype(device or found.device)).to(device)
@@ -186,7 +177,7 @@ class Items:
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
         """
         result = dict(inputs)
-        counted = result.get(self.keys[0]) if self.keys and self.entry is None and not self.given else None
+        counted = result.get(self.keys[0]) if self.keys and self.entry is None else None
         is_marked = self.ignore_index is not None or self.width_of is not None
         if counted is None or not is_marked or counted.is_floating_point() or counted.dtype is torch.bool:
             return result
@@ -210,8 +201,6 @@ class Items:
             return f"rows of {self.entry or self.keys[0]!r}"
         if not self.keys:
             return "samples"
-        if self.given:
-            return f"{self.keys[0]!r}"
         words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]
         words.append("elements" if self.ignore_index is None else f"other than {self.ignore_index}")
         words.append(f"where {self.mask!r} is set" if self.mask else "")

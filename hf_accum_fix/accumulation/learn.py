@@ -230,11 +230,16 @@ def _judge(
     number = tuple(at for at, of_looks in columns if compared.are_numbers(of_looks))
     # Each row has its own count.
     rows = place is None and whole.own_divisor
+    guarded = _guarded(first, compared)
     counts = tuple(
         at
         for at, of_looks in columns
         if not (rows and whole.is_own_divisor(at))
-        and (not all(is_near(of_looks[0], each) for each in of_looks) or whole.is_own_divisor(at) > compared.apart)
+        and (
+            not all(is_near(of_looks[0], each) for each in of_looks)
+            or whole.is_own_divisor(at) > compared.apart
+            or (whole.divides(at) and [*of_looks] in guarded)
+        )
     )
     if whole.learnt and not counts:
         return term.but(how=How.CONSTANT)
@@ -251,10 +256,19 @@ def _judge(
     if v[0] == v[1] == v[2] and compared.are_distinct:
         # Zero is inconclusive.
         return term.but(how=How.CONSTANT)
-    if _adds_up(v, min(compared.tolerance, 0.2)) and not (rows or (whole.rows and place is None)):
-        given = next(_given_counts(whole, compared), None)
-        return term.but(how=How.SUM) if given is None else term.but(how=How.MEAN, **given)
+    if _adds_up(v, min(compared.tolerance, 0.2)) and not (rows or whole.rows):
+        divisors = [value for at, value in enumerate(whole.factors) if whole.divides(at)]
+        given = next((key for key, n in compared.whole.numbers_among_inputs.items() if n in divisors), None)
+        return term.but(how=How.SUM) if given is None else term.but(f"its divisor may be the input {given!r}")
     return term.but(doubt, None if 0.0 in v else Cause.COUPLED)
+
+
+def _guarded(seen: Sequence[TermLook], compared: Comparison) -> list[list[float]]:
+    """Counts of the targets of a term, of at least 1, which may be 1 in all looks."""
+    rule = next(listed_targets(compared.whole.batch), None)
+    listed = [] if rule is None else [float(rule.count(batch)) for batch in compared.batches]
+    targets = [each.targets for each in seen] if any(each.targets for each in seen) else []
+    return [[max(n, 1.0) for n in each] for each in (listed, targets) if each]
 
 
 def _judged_number(term: Judged, compared: Comparison) -> Judged:
@@ -309,23 +323,6 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         # (a + b) / (a + b).detach() may add up where both have as many items.
         return mean.but("one number that is no count divides several of its terms")
     return mean
-
-
-def _given_counts(term: TermLook, compared: Comparison) -> Iterator[dict[str, Any]]:
-    """How a term is divided by a number among the inputs, which is a count that the parts of a batch do not show.
-
-    A Python number that counts nothing else, and that no micro-batch has another of, may as well be a coefficient.
-    """
-    batch = compared.whole.batch
-    rules = [rule for rule in (Items((key,), given=True) for key in batch) if rule.has_targets(batch)]
-    for place, value in enumerate(term.factors):
-        for rule in (rule for rule in rules if term.divides(place) and float(rule.count(batch)) == value):
-            its = [(each, float(rule.count(each))) for each in compared.window if rule.has_targets(each)]
-            others = [each for each in ways_of_counting(batch) if all(each.has_targets(batch) for batch, _ in its)]
-            counts = any(all(float(other.count(each)) == n for each, n in its) for other in others)
-            is_count = (place, rule.keys[0]) in term.inputs or counts or len({n for _, n in its}) > 1
-            doubt = "" if is_count else f"its divisor {value:g} may be a constant, or the input {rule.keys[0]!r}"
-            yield {"doubt": doubt, "counts": (place,), "rules": {rule: 1.0}, "counted": (value,)}
 
 
 def _unreadable(term: Judged, compared: Comparison) -> Judged:

@@ -71,7 +71,6 @@ class TermLook:
         targets: the weight of a cross entropy's targets; 0.0: unknown.
         named: the rules whose targets the leaf has saved.
         by_classes: it is a mean over the class weights of its targets.
-        inputs: (place of a factor, name of the input that it is).
         shares_learnt: other terms have the same learnt factor.
         adds: something without a gradient is added to it.
         sorts, layered: as of `elements`: its elements are sorted; they pass layers.
@@ -91,7 +90,6 @@ class TermLook:
     targets: float
     named: tuple[Items, ...]
     by_classes: bool
-    inputs: tuple[tuple[int, str], ...]
     shares_learnt: bool
     adds: bool
     sorts: bool
@@ -153,6 +151,12 @@ class Look:
     def samples(self) -> int:
         """Of the batch."""
         return sample_count(self.batch)
+
+    @property
+    def numbers_among_inputs(self) -> dict[str, float]:
+        """The inputs that are one number."""
+        single = {key: v for key, v in self.batch.items() if isinstance(v, (int, float, Tensor))}
+        return {key: float(v) for key, v in single.items() if not isinstance(v, Tensor) or v.numel() == 1}
 
     @property
     def shows_terms(self) -> bool:
@@ -263,7 +267,6 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             targets=float(getattr(leaf, "_saved_total_weight", 0.0)),
             named=() if ignored is None else tuple(_named(leaf._saved_target, ignored, batch)),
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
-            inputs=tuple(_inputs(term, batch)),
             shares_learnt=any(each.learnt for each in term.factors[: path.above]),
             adds=path.added,
             sorts=sorts_elements(leaf),
@@ -279,14 +282,6 @@ def _filled(terms: list[TermLook], loss: float) -> list[TermLook]:
         return terms
     rest = loss - math.fsum(each.value or 0.0 for each in terms if each is not blank[0])
     return [replace(each, value=rest) if each is blank[0] else each for each in terms]
-
-
-def _inputs(term: Term, batch: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """The factors that are inputs."""
-    of_inputs = {value.data_ptr(): key for key, value in batch.items() if isinstance(value, Tensor)}
-    for place, factor in enumerate(term.factors):
-        if factor.memory and factor.memory in of_inputs:
-            yield place, of_inputs[factor.memory]
 
 
 def _named(target: Tensor, ignored: int, batch: Mapping[str, Any]) -> Iterator[Items]:

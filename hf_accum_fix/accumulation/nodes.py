@@ -54,13 +54,12 @@ class Factor(NamedTuple):
     """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
 
     ``node``: the product or quotient with a learnt number: a parameter, or a function of parameters; None: the number
-    has no gradient. ``memory``: the address of a tensor on the CPU.
+    has no gradient.
     """
 
     value: Tensor | float
     divides: bool = False
     node: Any = None
-    memory: int = 0
 
     @property
     def learnt(self) -> bool:
@@ -71,7 +70,7 @@ class Factor(NamedTuple):
         """With a Python number for one on the CPU."""
         if not isinstance(self.value, Tensor) or self.value.ndim > 0 or not self.value.is_cpu:
             return self
-        return self._replace(value=float(self.value), memory=self.value.data_ptr())
+        return self._replace(value=float(self.value))
 
 
 #: The edge below a sum, and what it is multiplied by there.

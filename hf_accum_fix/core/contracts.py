@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import is_compiled
-from hf_accum_fix.accumulation.items import Labels, labels_of
+from hf_accum_fix.accumulation.items import labels_of
 from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.core.host import Host
@@ -38,18 +38,13 @@ def settle(
     was_settled, before = loss.is_settled, loss.contract
     if loss.labels is None and batches:
         counted = None if given is None else {key for rule in given.rules for key in rule.keys}
-        [(loss.labels, _)] = Counter(only(labels_of(batch), counted) for batch in batches).most_common(1)
+        [(loss.labels, _)] = Counter(labels_of(batch, counted) for batch in batches).most_common(1)
     if given is None:
         _observe_if_due(host, batches, number, error, asked=asked)
     elif not was_settled:
         loss.use_contract(given)
     if not was_settled or host.state.loss.contract is not before:
         host.contained("saying how the loss is reduced", partial(_say, host), None)
-
-
-def only(labels: Labels, counted: Collection[str] | None) -> Labels:
-    """The labels that a given contract counts; None: all."""
-    return labels if counted is None else frozenset((key, axes) for key, axes in labels if key in counted)
 
 
 def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:

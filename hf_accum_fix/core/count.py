@@ -21,7 +21,6 @@ from hf_accum_fix.accumulation.observe import NUMBERS
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.weigh import weigh
-from hf_accum_fix.core.contracts import only
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
@@ -118,7 +117,7 @@ def _other_labels(host: Host, batches: Sequence[Any]) -> str | None:
     """Which labels a micro-batch has, and which the loss was observed on, in words; None: those."""
     loss, given = host.state.loss, host.options.contract
     counted = None if given is None else {key for rule in given.rules for key in rule.keys}
-    other = next((its for its in (only(labels_of(each), counted) for each in batches) if its != loss.labels), None)
+    other = next((its for its in (labels_of(each, counted) for each in batches) if its != loss.labels), None)
     if other is None or loss.labels is None:
         return None
     expected = f"expected {labels_in_words(loss.labels)}, as in the first window"

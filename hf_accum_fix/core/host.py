@@ -19,10 +19,10 @@ from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.accumulation.items import count_dtype
 from hf_accum_fix.accumulation.look import LossRun
-from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
+from hf_accum_fix.engines.precision import WindowGradient, rounding_words
 from hf_accum_fix.engines.reached import Reached
 from hf_accum_fix.engines.sample_shards import (
     SHIFTED,

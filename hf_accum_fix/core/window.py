@@ -46,7 +46,6 @@ class Window:
         counts: of all ranks.
         done: micro-batches that were run.
         value: the logged loss, summed over them, 0-dim.
-        gradients: a number that changes with them, after the last micro-batch; None: not checked.
         ended: it was closed.
         copied: losses of copies or parts of its micro-batches were weighted.
         stock_number: num_items_in_batch as the stock Trainer has it.
@@ -57,7 +56,6 @@ class Window:
     counts: WindowCounts
     done: int = 0
     value: Tensor | None = None
-    gradients: int | None = None
     ended: bool = False
     copied: bool = False
     stock_number: Any = None

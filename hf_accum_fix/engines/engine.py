@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from hf_accum_fix.accumulation.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.engines.mend import mend
+from hf_accum_fix.engines.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 

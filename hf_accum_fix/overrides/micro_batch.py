@@ -28,7 +28,6 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed
-from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
@@ -37,15 +36,10 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import (
     counts_itself,
-    gradient_versions,
-    is_custom,
     scales_itself,
 )
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
-
-#: Methods between a micro-batch and the base's loss.
-_BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
 
 
 def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
@@ -143,9 +137,6 @@ class MicroBatch:
         self._inside = False
         trainer, self._engine = session.trainer, session.trainer.accelerator
         self._model = trainer.model_wrapped
-        # At gradients, in the first windows of trainers that override a step; engines that shard, and sums, swap them.
-        stay = not session.shards and session.options.accumulate_in == "parameter"
-        self._looks = stay and session.state.opened <= ATTEMPTS and is_custom(trainer, *_BETWEEN)
         self._compute_loss, self._backward = trainer.compute_loss, self._engine.backward
 
     @property
@@ -157,8 +148,6 @@ class MicroBatch:
     def running(self) -> Iterator[None]:
         """Around the trainer's step."""
         session, window = self.session, self.window
-        if self._looks and window.gradients is None:
-            window.gradients = gradient_versions(self._model)
         with (
             capture(self.part.contract, session.bare(session.trainer.model)) as self._captured,
             overridden(session, "base_loss", self.base_loss),
@@ -179,8 +168,6 @@ class MicroBatch:
             inputs = inputs if session.coupled is None else session.coupled.inputs(inputs)
             with overridden(self, "_inside", True), session.around_forward(self.window.done):
                 result = self._compute_loss(model, inputs, *args, **kwargs)
-            if self._looks and self.window.gradients != gradient_versions(self._model):
-                session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
             # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
             # on the model's output that divide once more.
             weighed = partial(self._weigh, result[0] if isinstance(result, tuple) else result)
@@ -273,9 +260,7 @@ class MicroBatch:
         if loss is not None:
             window.add(loss)
         window.done += 1
-        if window.done < len(window.batches):
-            window.gradients = gradient_versions(self._model) if self._looks else None
-        elif window.done == len(window.batches):
+        if window.done == len(window.batches):
             summed, times = window.value, window.close(self._model)
             if times is not None and loss is not None and summed is not None:
                 # The last micro-batch corrects the window's logged loss.

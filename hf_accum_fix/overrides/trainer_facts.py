@@ -8,7 +8,6 @@ from itertools import takewhile
 from types import CellType, CodeType
 from typing import Any
 
-from torch import nn
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.declared import has_parameter
@@ -148,8 +147,3 @@ def counts_itself(trainer: TrainerLike) -> bool:
     """Whether a trainer overrides how the items of a window are counted."""
     method = getattr(type(trainer), "_get_num_items_in_batch", None)
     return method is not None and method.__module__ != Trainer.__module__
-
-
-def gradient_versions(model: nn.Module) -> int:
-    """A number that changes with any in-place change of a gradient."""
-    return sum(parameter.grad._version for parameter in model.parameters() if parameter.grad is not None)

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hf_accum_fix
 from hf_accum_fix import Options, accumulation_windows, verify
-from hf_accum_fix.accumulation.precision import Leaf, WindowGradient
+from hf_accum_fix.engines.precision import Leaf, WindowGradient
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from hf_accum_fix.verification.report import Kind
 from tests.logged import Said

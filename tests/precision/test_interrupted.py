@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import AccumFixError, OptionsError, UnsupportedSetupError, accumulation_windows
-from hf_accum_fix.accumulation.precision import Arrival, Leaf, WindowGradient
+from hf_accum_fix.engines.precision import Arrival, Leaf, WindowGradient
 from hf_accum_fix.loop import AccumulationWindows
 from hf_accum_fix.overrides.session import SESSION
 from tests.loop.steps import accelerator
