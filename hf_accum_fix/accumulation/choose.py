@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, LossContract
 from hf_accum_fix.accumulation.join import Split
 from hf_accum_fix.accumulation.look import Look
 
@@ -45,9 +45,7 @@ class Choice:
         if not self._adds_up:
             # Samples of one value have shown nothing; other rows may.
             blank = not self.found.conclusive and self.found.reason != NO_TARGET_SEEN and split.shows_coupling
-            # Within a micro-batch nothing is padded further: what does not add up there either is coupled.
-            alone = self.found.cause is Cause.PADDING and split.shows_coupling and not split.group
-            return split.blocks > 0 or blank or alone
+            return split.blocks > 0 or blank
         # Rows that belong together cannot stand alone: more of them, next to one another.
         smaller = [held for rows, held in self._narrowed.items() if rows < split.group]
         return split.group > 0 and self._blocks <= 1 and not any(smaller) and self._narrowed.get(split.group, True)
@@ -59,11 +57,7 @@ class Choice:
         if split.group and self._adds_up:
             held = latest.adds_up or not latest.conclusive
             self._narrowed[split.group] = self._narrowed.get(split.group, True) and held
-        elif self.found is not None and self.found.cause is Cause.PADDING and not split.blocks:
-            # What stock divides by the number keeps its weight by items.
-            if latest.coupled and not self.found.by_number:
-                self.found, self.whole = latest, whole
-        elif self.found is None or adds_up:
+        elif self.found is None or (adds_up and self.found.cause is not Cause.PADDING):
             self.found, self.whole, self._blocks, self._adds_up = latest, whole, split.blocks, adds_up
 
     def made(self) -> tuple[LossContract, Look]:
@@ -76,7 +70,4 @@ class Choice:
             found = found.fitting_as_well(each)
         if found.exact and self._narrowed and not any(self._narrowed.values()):
             found = replace(found, doubt=_OF_ONE, cause=Cause.PADDING)
-            if found.reduction is Reduction.SUM:
-                terms = tuple(replace(each, how=How.PLAIN) for each in found.terms)
-                found = replace(found, reduction=Reduction.PLAIN, terms=terms, reason=_OF_ONE)
         return found, self.whole

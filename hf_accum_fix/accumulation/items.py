@@ -218,32 +218,29 @@ def count_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def total_items(
-    items: Items, window: Sequence[Mapping[str, Any]], device: torch.device, *, several_ranks: bool = False
-) -> tuple[list[Tensor], Tensor]:
-    """Items of each micro-batch of a window and their sum, 0-dim tensors on ``device``; no device sync.
+def count_by_rules(
+    rules: Sequence[Items], window: Sequence[Mapping[str, Any]], device: torch.device, *, several_ranks: bool = False
+) -> tuple[list[Counts], list[Tensor]]:
+    """Items of each micro-batch of a window by every rule, and their sums by every rule, 0-dim; no device sync.
 
-    A micro-batch of another task, without the counted input, counts as the mean of the others.
+    A micro-batch without the counted input counts as the mean of the others.
 
     Raises:
         ContractError: on several ranks, if a micro-batch lacks it: failing on one rank would leave the others waiting.
     """
-    counted = [items.count(inputs, device) if several_ranks or items.has_targets(inputs) else None for inputs in window]
-    known = [count for count in counted if count is not None]
-    mean = torch.stack(known).mean() if known else torch.ones((), dtype=count_dtype(device), device=device)
-    counts = [mean if count is None else count for count in counted]
-    return counts, torch.stack(counts).sum() if counts else torch.zeros((), dtype=count_dtype(device), device=device)
-
-
-def count_by_rules(
-    rules: Sequence[Items], window: Sequence[Mapping[str, Any]], device: torch.device, *, several_ranks: bool = False
-) -> tuple[list[Counts], list[Tensor]]:
-    """Items of each micro-batch of a window by every rule, and their sums by every rule, as `total_items` counts."""
-    counted = [total_items(rule, window, device, several_ranks=several_ranks) for rule in rules]
-    each: list[Counts] = [
-        {rule: counts[place] for rule, (counts, _) in zip(rules, counted, strict=True)} for place in range(len(window))
-    ]
-    return each, [total for _, total in counted]
+    each: list[Counts] = [{} for _ in window]
+    one, nothing = (make((), dtype=count_dtype(device), device=device) for make in (torch.ones, torch.zeros))
+    totals = list[Tensor]()
+    for rule in rules:
+        counted = [
+            rule.count(inputs, device) if several_ranks or rule.has_targets(inputs) else None for inputs in window
+        ]
+        known = [count for count in counted if count is not None]
+        mean = torch.stack(known).mean() if len(known) < len(counted) and known else one
+        for items, count in zip(each, counted, strict=True):
+            items[rule] = mean if count is None else count
+        totals.append(torch.stack([items[rule] for items in each]).sum() if each else nothing)
+    return each, totals
 
 
 def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tensor:

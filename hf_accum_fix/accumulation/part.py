@@ -38,7 +38,6 @@ class Part:
             multiplied by number / n_mean.
         means: n_mean times `remaining_divisor`, by rule and place as ``totals``.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
-        plain_log: a micro-batch's values were not captured, so the log is the mean over micro-batches.
     """
 
     contract: LossContract
@@ -48,7 +47,6 @@ class Part:
     is_corrected: bool = True
     engine_divisor: int = 1
     changed: str = field(default="", init=False)
-    plain_log: bool = field(default=False, init=False)
     #: Divisor and prediction of each micro-batch, and the first one's constant factor, by the place of a `TermSpec`.
     _noted: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
     _constants: dict[int, float] = field(default_factory=dict, init=False)

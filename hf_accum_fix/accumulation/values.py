@@ -49,12 +49,10 @@ class Captured:
     Attributes:
         values: None: not captured.
         routers: the nodes of router losses, with their names ("aux_loss", "z_loss").
-        returned: the nodes of losses that the model returned.
     """
 
     values: Values | None = None
     routers: dict[Any, str] = field(default_factory=dict)
-    returned: set[Any] = field(default_factory=set)
 
 
 @contextmanager
@@ -67,14 +65,9 @@ def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[C
     captured = Captured(Values() if several else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:
-        named = outputs if isinstance(outputs, Mapping) else {"loss": outputs[0]} if isinstance(outputs, tuple) else {}
-        for key, value in named.items():
-            if not isinstance(value, Tensor) or value.grad_fn is None:
-                continue
-            if key == "loss" and value.numel() == 1:
-                captured.returned.add(value.grad_fn)
+        for key, value in outputs.items() if isinstance(outputs, Mapping) else ():
             for name in ("aux_loss", "z_loss"):
-                if f"_{key}".endswith(f"_{name}"):
+                if isinstance(value, Tensor) and value.grad_fn is not None and f"_{key}".endswith(f"_{name}"):
                     captured.routers[value.grad_fn] = name
 
     has_router = contract is None or any(each.how is How.ROUTER for each in contract.terms)

@@ -27,11 +27,6 @@ from hf_accum_fix.accumulation.part import Number, Part, differ
 from hf_accum_fix.accumulation.values import Captured, Values
 
 
-def _read(number: Number) -> Number:
-    """A Python number, unless it is on a device, where reading waits."""
-    return float(number) if on_host(number) else number
-
-
 def _is_nan(number: Number) -> bool:
     """Whether a number is nan; False for one on a device, which is not read."""
     return on_host(number) and math.isnan(float(number))
@@ -83,8 +78,7 @@ def weigh(
         return _ready(loss, math.inf, part)
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0].divisor, part)
-    part.plain_log = part.plain_log or captured.values is None
-    return _hooked(loss, weights, None if part.plain_log else captured.values, part)
+    return _hooked(loss, weights, captured.values, part)
 
 
 def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor]) -> str:

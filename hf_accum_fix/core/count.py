@@ -90,7 +90,7 @@ def count_window(
         state.note_inexact(state.opened - bool(batches))
     state.unreported = False
     if mixed:
-        host.report_inexact(others or "another rank has micro-batches with other labels: they are averaged")
+        host.report_inexact(others or "another rank has a micro-batch with other labels: the window is averaged")
     by_rule = dict(zip(rules, items, strict=False))
     corrects = loss.windows_to_correct > 0 and not is_deepspeed(host.accelerator)
     part = _part(host, by_rule, len(batches), corrects=corrects, averages=mixed)
@@ -121,7 +121,7 @@ def _other_labels(host: Host, batches: Sequence[Any]) -> str | None:
     if other is None or loss.labels is None:
         return None
     expected = f"expected {labels_in_words(loss.labels)}, as in the first window"
-    return f"got a micro-batch with {labels_in_words(other)}; {expected}: its micro-batches are averaged"
+    return f"got a micro-batch with {labels_in_words(other)}; {expected}: the window is averaged"
 
 
 def _over_ranks(

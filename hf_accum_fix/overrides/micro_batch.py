@@ -1,15 +1,12 @@
 """A micro-batch's way under the Trainer, from top to bottom: its step, its loss, its backward, its end.
 
-    training_step                       of the Trainer, around one micro-batch
-      MicroBatch.running                what the step calls is overridden
-        MicroBatch.compute_loss         the trainer's loss is computed, and weighted by its graph
-          compute_loss                  of the Trainer, which a custom one may call
-            MicroBatch.base_loss        the model runs
-        MicroBatch.backward             the engine gets the weighted loss, whatever the step made of it
-      MicroBatch.end                    the window is closed after its last; the loss to log is returned
-
-A custom ``training_step`` that never calls the base's may change the loss after ``compute_loss``: what it passes to
-``accelerator.backward`` is weighted there.
+training_step                       of the Trainer, around one micro-batch
+  MicroBatch.running                what the step calls is overridden
+    MicroBatch.compute_loss         the trainer's loss is computed, and weighted by its graph
+      compute_loss                  of the Trainer, which a custom one may call
+        MicroBatch.base_loss        the model runs
+    MicroBatch.backward             the engine gets the weighted loss, whatever the step made of it
+  MicroBatch.end                    the window is closed after its last; the loss to log is returned
 """
 
 from __future__ import annotations

@@ -148,9 +148,9 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
     if not upstream_numbers:
         return fetched, number
     window = session.open(fetched, upstream_numbers[-1])
-    if window is not None and number is not upstream_numbers[-1]:
-        if session.world_size == 1:
-            # Other ranks may not know.
+    if number is not upstream_numbers[-1]:
+        # Other ranks may not know.
+        if window is not None and session.world_size == 1:
             _stand_aside_for(session, window, number)
         # A custom number stays.
         return fetched, number

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import Items, mean_item_count, sample_count, scale_mean, total_items
+from hf_accum_fix.accumulation.items import Items, count_by_rules, mean_item_count, sample_count, scale_mean
 from hf_accum_fix.accumulation.rules import is_padded, matching_rules, targets_padding, ways_of_counting
 from hf_accum_fix.errors import ContractError
 
@@ -272,8 +272,8 @@ def test_counting_does_not_depend_on_the_cut(rows: list[list[bool]], shift: bool
     labels = [torch.tensor([5 if target else -100 for target in row]) for row in rows]
     rule = Items(("labels",), shift=shift)
     padded = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-    _, apart = total_items(rule, [{"labels": row[None]} for row in labels], torch.device("cpu"))
-    _, together = total_items(rule, [{"labels": padded}], torch.device("cpu"))
+    _, [apart] = count_by_rules([rule], [{"labels": row[None]} for row in labels], torch.device("cpu"))
+    _, [together] = count_by_rules([rule], [{"labels": padded}], torch.device("cpu"))
     assert float(apart) == float(together) == sum(sum(row[1:] if shift else row) for row in rows)
 
 

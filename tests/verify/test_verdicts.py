@@ -311,7 +311,7 @@ def row(
         ),
         row("overflow of a split", of(lambda: Regression().float(), in_float32(1e3), cls=OverflowsInAWindow), OFF,
             "overflow", splits=[1], with_apply=False),
-        row("calls counted", of(Regression, cls=Counts), UNKNOWN, "Counts.calls", absent="random"),
+        row("calls counted", of(Regression, cls=Counts), UNKNOWN, "with calls;", absent="random"),
         row("pairs", of(Pairs), OFF, "no split can equal", marks=SLOW),
         row("noisy gradients", of(noisy_gradients), UNKNOWN, "random", marks=SLOW),
         row("mixup", of(Mixup), UNKNOWN, "random", marks=SLOW),
