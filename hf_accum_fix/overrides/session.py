@@ -327,6 +327,7 @@ class Session(Host):
             custom=compute_loss is not None,
             func=func is not None,
             own=facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.data_ranks),
+            own_steps=facts_of.own_numbers(trainer, {self.steps, len(batches)}, 1),
             has_stock=compute_loss is not None or func is not None or not _NUMBER_DROPPED,
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
             upstream_number=None if number is None else float(number),
