@@ -13,7 +13,6 @@
     noise_scale     is this much accumulation worth it?
     shared_samples  ranks that get one another's samples
     pace            a rank that keeps the others waiting
-    stage_balance   a pipeline stage that keeps the others waiting
     loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
 
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.ranks import Ranks as Ranks, TorchRanks as TorchRanks
     from hf_accum_fix.monitor.replicas import Replicas as Replicas
     from hf_accum_fix.monitor.shared_samples import SharedSamples as SharedSamples
-    from hf_accum_fix.monitor.stage_balance import StageBalance as StageBalance
 
 #: Public names, by the module that holds them.
 _NAMES = {
@@ -80,7 +78,6 @@ _NAMES = {
     "ranks": "Ranks TorchRanks",
     "replicas": "Replicas",
     "shared_samples": "SharedSamples",
-    "stage_balance": "StageBalance",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)

@@ -33,7 +33,6 @@ ROWS = {
     "which rank to look at": "two_ranks.the_last_pipeline_stage_tells_every_rank_its_loss",
     "memory: warm-up": "memory.the_warm_up_is_set_aside_and_the_plateau_said",
     "memory: late leaks": "correlated.a_leak_that_starts_late_or_comes_in_steps_is_found",
-    "stage balance": "stage_balance.the_slowest_stage_is_named",
     "memory: leaks at any age": "correlated.a_leak_of_1_mib_a_step_is_told_within_400_steps_at_any_age",
     "memory: a first verdict after 30 steps": "correlated.thirty_steps_have_a_first_verdict",
     "memory in a log": "watch_says.memory_has_a_verdict_where_it_is_logged",
