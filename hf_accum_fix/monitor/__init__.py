@@ -2,7 +2,6 @@
 
     loss            a curve that shows every micro-batch, with its error
     loss_over_time  a loss that diverges, jumps, swings, stalls or starts too high; an accuracy that stalls
-    batch_schedule  another global batch, and the learning rates of the old one
     rank_loss       a rank whose loss is off
     rank_gradients  a rank whose gradient is off, before it is averaged
     gradient_norm   spikes and clipping over time
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.alarms import Alarm as Alarm, Alarms as Alarms, MonitorAlarmError as MonitorAlarmError
     from hf_accum_fix.monitor.batch_norm import check_batch_norm as check_batch_norm, compare_buffers as compare_buffers
     from hf_accum_fix.monitor.batch_norm import convert_sync_batch_norm as convert_sync_batch_norm
-    from hf_accum_fix.monitor.batch_schedule import BatchSchedule as BatchSchedule
     from hf_accum_fix.monitor.callbacks import BatchNormCallback as BatchNormCallback
     from hf_accum_fix.monitor.callbacks import GradientNormCallback as GradientNormCallback
     from hf_accum_fix.monitor.callbacks import LossCallback as LossCallback, MemoryCallback as MemoryCallback
@@ -62,7 +60,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "alarms": "Alarm Alarms MonitorAlarmError",
     "batch_norm": "check_batch_norm compare_buffers convert_sync_batch_norm",
-    "batch_schedule": "BatchSchedule",
     "callbacks": "BatchNormCallback GradientNormCallback LossCallback MemoryCallback MonitorsCallback "
     "NoiseScaleCallback PaceCallback RankGradientsCallback ReplicasCallback SharedSamplesCallback all_callbacks",
     "gradient_norm": "GradientNorm",

@@ -22,7 +22,6 @@ ROWS = {
     "a zero gradient on a rank": "never_ends_a_run.a_gradient_of_zero_on_one_rank_is_told_by_the_first_judgement",
     "a rank that lags": "pace.a_rank_that_lags_is_named_and_a_healthy_run_is_not",
     "accuracy against loss": "loss_over_time.an_accuracy_that_stands_while_the_loss_falls",
-    "learning rate against the batch": "batch_schedule.another_batch_is_told_unless_the_rate_was_changed_to_match",
     "Horovod": "one_collective.horovods_local_gradients_are_seen_by_its_compression",
     "shifted duplicates": "shared_samples.a_share_of_one_half_and_more_is_told",
     "augmented duplicates": "shared_samples.augmented_samples_are_found_by_what_stays_the_same",
