@@ -43,7 +43,6 @@ ROWS = {
     "timm's top1 and top5": "watch_says.timms_accuracies_are_read_in_percent",
     "early faults on two ranks": "early_on_two_ranks.a_fault_from_the_first_log_is_found_within_ten",
     "curves of splits compared": "watch_findings.a_factor_is_found_on_short_curves",
-    "short runs, the cause of a factor": "watch_says.the_cause_of_a_factor_is_the_runs_own_accumulation",
     "the false loss of a classifier": "never_ends_a_run.the_mean_over_the_items_is_the_truth_of_a_classifier",
     "gradient noise scale": "noise_scale.ragged_micro_batches_give_the_closed_form_where_the_usual_formula_does_not",
     "gradient noise scale on two ranks": "two_ranks.the_noise_scale_over_two_ranks_is_the_closed_form",
