@@ -996,7 +996,9 @@ OVERRIDES: dict[str, Override] = {
             "smoothing",
             _stock,
             # Its class is not on upstream's list, so its labels are not shifted.
-            whole(own(lambda m: F.cross_entropy(m.scores.flatten(0, -2), m.labels.flatten().long(), label_smoothing=0.1))),
+            whole(
+                own(lambda m: F.cross_entropy(m.scores.flatten(0, -2), m.labels.flatten().long(), label_smoothing=0.1))
+            ),
             arguments={"label_smoothing_factor": 0.1},
             levels=CLASSES,
             plain=True,
