@@ -13,6 +13,7 @@ from torch import nn
 from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.host import Facts
@@ -64,8 +65,9 @@ def test_a_loss_that_may_change_is_observed_again_where_all_ranks_hear_of_it(
     host = Told()
     settled_in(host, [BATCH, BATCH], replace(MEAN, terms=(TermSpec(("NllLossBackward0", True)),)))
     host.world_size, host.device = ranks, torch.device(device)
-    Window(host, [], WindowCounts()).close(nn.Linear(1, 1))
-    assert host.state.losses.reconsiders is again
+    assert host.contract is not None
+    Window(host, [], WindowCounts(Part(host.contract, {Items(): host.zero}, 2, ranks))).close(nn.Linear(1, 1))
+    assert host.state.loss.reconsiders is again
 
 
 def test_a_window_that_shows_nothing_leaves_an_open_contract() -> None:
@@ -74,7 +76,7 @@ def test_a_window_that_shows_nothing_leaves_an_open_contract() -> None:
     first = settled_in(host, [BATCH, BATCH], ZERO)
     assert not first.conclusive and not host.state.exact
     assert settled_in(host, [], None) == first
-    assert host.state.losses.first.attempts == 1
+    assert host.state.loss.attempts == 1
 
 
 @pytest.mark.parametrize(
@@ -97,14 +99,14 @@ def test_windows_are_observed_until_one_shows_the_loss(
         found = settled_in(host, [EMPTY if seen is BLANK else BATCH] * 2, seen)
     assert found.conclusive == shown[-1].conclusive and host.state.exact == (found.conclusive and ZERO not in shown)
     assert host.state.inexact == shown.count(ZERO)
-    assert (host.state.losses.first.attempts, host.state.losses.first.is_settled) == (attempts, is_settled)
+    assert (host.state.loss.attempts, host.state.loss.is_settled) == (attempts, is_settled)
 
 
 def test_what_is_settled_is_observed_no_more() -> None:
     host = Told()
     assert settled_in(host, [BATCH, BATCH], MEAN) == MEAN
     assert settled_in(host, [BATCH, BATCH], LossContract(Reduction.SUM)) == MEAN
-    assert host.state.losses.first.attempts == 1
+    assert host.state.loss.attempts == 1
 
 
 def test_a_loss_that_no_window_has_shown_is_said_once() -> None:
@@ -133,4 +135,4 @@ def test_other_trouble_is_left_to_training_to_show() -> None:
     found = host.contract
     assert found is not None
     assert found.reduction is Reduction.PLAIN and found.reason == "its loss could not be observed: no such kernel"
-    assert not host.state.exact and not host.state.losses.first.is_settled
+    assert not host.state.exact

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -477,11 +478,19 @@ def test_what_needs_whole_samples_is_refused_where_they_are_cut(
             trainer.train()
 
 
-class Bypasses(Trainer):
+class NeverCalls(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         loss.backward()
         return loss.detach()
+
+
+class Bypasses(Trainer):
+    """Its code names the base's step, which is never run."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        step = super().training_step if model is None else partial(NeverCalls.training_step, self)
+        return step(model, inputs, num_items_in_batch)  # type: ignore[arg-type]
 
 
 class BypassesAndForgives(Bypasses):
@@ -503,6 +512,17 @@ def test_a_training_step_that_bypasses_ours_is_refused_before_a_step_is_taken(
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="came through neither"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in trainable(trainer.model).items())
+
+
+def test_a_training_step_that_never_calls_the_base_s_is_stock_s_and_said(tmp_path: Path, said: Said) -> None:
+    ends = []
+    for mode in ("stock", "apply"):
+        trainer = trainer_of(DROPS, tmp_path, NeverCalls, max_steps=2, samples=list(DROPS.samples) * 2)
+        with applied(mode):
+            trainer.train()
+        ends.append(trainable(trainer.model))
+    assert all(torch.equal(ends[0][name], value) for name, value in ends[1].items())
+    assert len(said("its training_step never calls the Trainer's")) == 1
 
 
 def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
@@ -537,7 +557,7 @@ def _rank(reduced: list[float], contract: LossContract | None = None) -> Session
         ),
     )
     host = Session(trainer, Options())
-    host.state.losses.first.contract = contract
+    host.state.loss.contract = contract
     return host
 
 
@@ -547,11 +567,11 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 1), *said])
     for reduction in (contract, LossContract(Reduction.SUM)):
         with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
-            count_window(_rank([5.0] * bool(reduction.rules) + [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], reduction), [])
+            count_window(_rank([5.0] * bool(reduction.rules) + [0.0, 1.0, 1.0] + [0.0] * 6, reduction), [])
         # At the end of the data no rank has one, and there is nothing to say.
-        counts = count_window(_rank([0.0] * (8 + bool(reduction.rules)), reduction), [])
+        counts = count_window(_rank([0.0] * (9 + bool(reduction.rules)), reduction), [])
         assert counts is not None and counts.each == []
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, True, "3", [], False, False)), *said])
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, True, "3", False, False)), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
         check_alike(_rank([]), [], None)
     assert not agree([]).conclusive

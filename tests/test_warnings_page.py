@@ -30,14 +30,12 @@ SAYS = {
 }
 #: In one of `MESSAGES`, and none.
 NOT_SAID = (
-    ("tuple[Any, int] | None", "a type"),
     ("None of the inputs have requires_grad", "torch's warning, which is silenced"),
     ("a node outlives its loss", "an assertion"),
     ("router loss of length-balanced windows", "the name of a warning"),
     ("_ToTorchTensor _FromTorchTensor", "names of nodes"),
     ("Add Sub Rsub Lerp Addcmul", "names of nodes"),
     ("Neg Mul Div Where", "names of nodes"),
-    ("Clamp ClampMin ClampMax Relu", "names of nodes"),
     ("Sum Nansum Dot Mm Bmm", "names of nodes"),
 )
 #: A part that is filled in: of an f-string, of a format.

@@ -57,7 +57,7 @@ class Choice:
         if split.group and self._adds_up:
             held = latest.adds_up or not latest.conclusive
             self._narrowed[split.group] = self._narrowed.get(split.group, True) and held
-        elif self.found is None or (adds_up and self.found.cause is not Cause.PADDING):
+        elif self.found is None or (adds_up and (split.blocks or self.found.cause is not Cause.PADDING)):
             self.found, self.whole, self._blocks, self._adds_up = latest, whole, split.blocks, adds_up
 
     def made(self) -> tuple[LossContract, Look]:

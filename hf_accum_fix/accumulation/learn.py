@@ -268,9 +268,9 @@ def _judge(
     if v[0] == v[1] == v[2] and compared.are_distinct:
         # Zero is inconclusive.
         return term.but(how=How.CONSTANT)
-    # A part of zero shows nothing where a factor may be a count of at least 1.
-    shows = 0.0 not in v or not whole.factors
-    if shows and _adds_up(v, min(compared.tolerance, 0.2)) and not (rows or whole.rows):
+    # A part of zero is inconclusive, unless there is no factor that may be a count of at least 1.
+    may_add_up = not (rows or whole.rows) and (0.0 not in v or not whole.factors)
+    if may_add_up and _adds_up(v, min(compared.tolerance, 0.2)):
         divisors = [value for at, value in enumerate(whole.factors) if whole.divides(at)]
         given = next((key for key, n in compared.whole.numbers_among_inputs.items() if n in divisors), None)
         return term.but(how=How.SUM) if given is None else term.but(f"its divisor may be the input {given!r}")

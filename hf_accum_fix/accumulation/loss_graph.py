@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_accum_fix.accumulation import nodes, stacks
 from hf_accum_fix.accumulation.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
 
-#: Most terms of a loss that is read, and nodes that are searched for a layer.
-_MOST_TERMS, MOST_BELOW = 4096, 10_000
+#: Most terms of a loss that is read.
+_MOST_TERMS = 4096
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,7 @@ class Term:
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
 
 
-def read(
-    loss: Tensor,
-    stops: Collection[Any] = (),
-    *,
-    inside: bool = False,
-    deep: bool = False,
-) -> list[Term]:
+def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, deep: bool = False) -> list[Term]:
     """The terms of a loss; empty: it has no gradient.
 
     Args:

@@ -19,12 +19,7 @@ from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.learn import learn, number_rule
-from hf_accum_fix.accumulation.look import (
-    Look,
-    LossRun,
-    look,
-    out_of_memory,
-)
+from hf_accum_fix.accumulation.look import Look, LossRun, look, out_of_memory
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size, with_own_steps
 from hf_accum_fix.accumulation.preserve import preserved_state

@@ -43,7 +43,8 @@ def matching_rules(
         ratio = counts[0] / by_rule[0] if by_rule[0] else 0.0
         # Heads with lists of targets divide by at least 1.
         least = float(rule.entry is not None)
-        if ratio and all(_is_close(n, max(ratio * m, least)) for n, m in zip(counts, by_rule, strict=True)):
+        pairs = zip(counts, by_rule, strict=True)
+        if ratio and all(_is_close(n, max(ratio * m, least)) or n == m == 0.0 for n, m in pairs):
             in_proportion[rule] = ratio
     found = {rule: 1.0 for rule, ratio in in_proportion.items() if _is_close(ratio, 1.0)}
     if batches[1] is not batches[2] and all(counts):

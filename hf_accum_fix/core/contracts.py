@@ -36,15 +36,21 @@ def settle(
     host.contained("looking at what computes the loss", partial(host.refresh_loss_source, batches), None)
     loss, given = host.state.loss, host.options.contract
     was_settled, before = loss.is_settled, loss.contract
-    if loss.labels is None and batches:
-        counted = None if given is None else {key for rule in given.rules for key in rule.keys}
-        [(loss.labels, _)] = Counter(labels_of(batch, counted) for batch in batches).most_common(1)
+    host.contained("comparing the labels of a window", partial(_note_labels, host, batches), None)
     if given is None:
         _observe_if_due(host, batches, number, error, asked=asked)
     elif not was_settled:
         loss.use_contract(given)
     if not was_settled or host.state.loss.contract is not before:
         host.contained("saying how the loss is reduced", partial(_say, host), None)
+
+
+def _note_labels(host: Host, batches: Sequence[Any]) -> None:
+    """Note the labels that most micro-batches of the first window have."""
+    loss, given = host.state.loss, host.options.contract
+    if loss.labels is None and batches:
+        counted = None if given is None else {key for rule in given.rules for key in rule.keys}
+        [(loss.labels, _)] = Counter(labels_of(batch, counted) for batch in batches).most_common(1)
 
 
 def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
@@ -57,8 +63,9 @@ def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exce
     loss.reconsidered += again
     if not (again or not loss.is_settled):
         return
-    batches, error = [batch for batch in batches if labels_of(batch) == loss.labels], None
+    error = None
     try:
+        batches = [batch for batch in batches if labels_of(batch) == loss.labels]
         # A model or a custom loss may run collectives.
         with SyncedRanks(host.gather if host.world_size > 1 else None) as synced:
             seen = _observed(host, batches, number, synced)

@@ -198,6 +198,13 @@ def test_sums_of_weights_may_round(rounding: float, fits: bool) -> None:
     assert bool(rules) == fits
 
 
+@pytest.mark.parametrize("none", [0.0, 1.0])
+def test_a_part_without_listed_targets_counts_none_or_at_least_one(none: float) -> None:
+    images = [{"class_labels": torch.ones(n)} for n in (2, 0)]
+    batches: list[Batch] = [{"labels": each} for each in (images, images[:1], images[1:])]
+    assert matching_rules([2.0, 2.0, none], batches) == {Items(("labels",), None, entry="class_labels"): 1.0}
+
+
 def test_a_batch_beside_itself_shows_no_proportion() -> None:
     """Its parts are one another: every count that doubles would be so many times every other."""
     one = rows_of(TEXT, [0])

@@ -222,13 +222,6 @@ CASES = [
         hands=False,
     ),
     Case(
-        "a division by the steps",
-        lambda m, b, n: m.squares(b) / n,
-        (replace(SQUARES, shape=spec("MseLoss", "//").shape, own=(0,)),),
-        lambda m, b: m.squares(b),
-        handed=4.0,
-    ),
-    Case(
         "a router's loss",
         lambda m, b, n: m.squares(b) + 0.02 * m.each(b).sum().sqrt(),
         (replace(SQUARES, shape=spec("MseLoss", "/").shape, counts=(0,)), spec("Sqrt?", "*", how=How.ROUTER)),
@@ -318,24 +311,7 @@ def test_plain_averaging_would_be_wrong(case: Case) -> None:
     assert max(off) > 1e-3
 
 
-UNDIVIDED = [case for case in CASES if not any(each.own for each in case.contract.terms)]
-
-
-def test_one_micro_batch_is_not_divided_for_a_longer_window() -> None:
-    """The last window of an epoch: a trainer divides by the steps of its arguments, and there is one micro-batch."""
-    case, model, whole = named("a division by the steps"), Model(), Model()
-    batch = WINDOW[0]
-    part = part_of(case, 1, 1, batch)
-    part.number = torch.tensor(3.0, dtype=torch.float64)
-    weighed = run_one(case, model, batch, part)
-    weighed.loss.backward()
-    loss = case.of_whole(whole, batch)
-    loss.backward()
-    assert torch.allclose(weighed.loss, loss, rtol=1e-12) and torch.allclose(weighed.value, loss, rtol=1e-12)
-    assert torch.allclose(model.weight.grad, whole.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("case", UNDIVIDED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_micro_batch_that_is_the_global_batch_is_as_it_was_to_the_bit(case: Case) -> None:
     model, own = Model(), Model()
     batch, part = WINDOW[0], part_of(case, 1, 1)

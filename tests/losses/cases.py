@@ -151,7 +151,6 @@ ONE_OVER_G = [
     in_own("1-half-of-both", EXACT, lambda s: 0.5 * both(s), cuts=(HALVES,)),
     in_own("1-of-one-term", EXACT, lambda s: s.tokens + 0.25 * s.classes, cuts=(PAIRS,)),
     in_own("1-mean-of-two", EXACT, lambda s: s.stack.mean(), cuts=(HALVES,)),
-    in_own("1-lerp", EXACT, lambda s: torch.lerp(s.tokens, s.classes, 0.5), cuts=(HALVES,)),
     in_super("1-half", EXACT, lambda loss, s: 0.5 * loss, cuts=(HALVES,)),
     in_super("1-half-by-number", EXACT, lambda loss, s: 0.5 * loss, head=ByNumber, cuts=(HALVES,), right=(HALVES,)),
     in_func("1-half", EXACT, half, cuts=(HALVES,)),
@@ -746,7 +745,7 @@ LATER = [
     late("alternates", EITHER, lambda s: both(s) if s.model.step % 2 else s.tokens),
     late("term-until-3", EXACT, from_turn(2, both, tokens)),
     late("classes-from-3", EXACT, from_turn(2, tokens, classes)),
-    late("samples-from-5", EXACT, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
+    late("samples-from-5", EITHER, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
     late("root-from-3", EITHER, from_turn(2, tokens, lambda s: s.tokens.sqrt())),
     # Rises from zero.
     late("scheduled", EXACT, lambda s: s.tokens + 0.2 * s.model.step * s.classes),
@@ -754,7 +753,7 @@ LATER = [
     late("kind-until-3", EXACT, if_there, with_kind(range(2))),
     late("kind-from-2", GRADIENT, if_there, with_kind(range(1, LATE))),
     late("kind-from-6", EITHER, if_there, with_kind(range(5, LATE))),
-    late("task", EXACT, by_task, with_task),
+    late("task", EITHER, by_task, with_task),
     late("unlabelled-first", EITHER, guarded_and_classes, unlabelled_in(0)),
 ]
 

@@ -796,10 +796,6 @@ def products(s: Seen) -> Tensor:
     return torch.einsum("bt,bt->", losses, valid.double()) / valid.sum()
 
 
-def with_sentences(samples: Sequence[Sample]) -> Batch:
-    return {**padded_tags(samples), "sentences": len(samples)}  # type: ignore[dict-item]
-
-
 def near(s: Seen) -> Tensor:
     return F.cosine_similarity(s.logits[:, 0], s.logits[:, 1], dim=-1)
 
@@ -814,10 +810,6 @@ PUBLIC_EXACT = [
     public("a-sum-in-parts", lambda t, s, n: in_parts(s)),
     public("a-sum-of-products", lambda t, s, n: products(s)),
     public("a-mean-over-samples-of-sums", lambda t, s, n: s.classes + s.logits[:, :2].square().mean(0).sum()),
-    replace(
-        public("over-a-number-in-the-batch", lambda t, s, n: s.each_class.sum() / s.batch["sentences"]),
-        collate=with_sentences,
-    ),
     public("tags-beside-classes", lambda t, s, n: tagged(s) + s.classes),
     public("of-one-class", lambda t, s, n: of_one_class(s), cuts=((4, 2),)),
     public("a-vector-of-one", lambda t, s, n: s.tokens.unsqueeze(0).mean()),
