@@ -313,11 +313,7 @@ class AccumulationWindows:
 
 @partial(shows_options, of_loops=True)
 def accumulation_windows(
-    dataloader: Iterable[Batch],
-    accelerator: Any = None,
-    *,
-    steps: int | None = None,
-    **options: Any,
+    dataloader: Iterable[Batch], accelerator: Any = None, *, steps: int | None = None, **options: Any
 ) -> AccumulationWindows:
     """The epochs of a dataloader as accumulation windows, exact for every split into micro-batches and ranks.
 

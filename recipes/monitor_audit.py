@@ -1,7 +1,7 @@
 """Simulated runs for `convergence_monitor.py --audit`: how often the monitors cry wolf, and how late they find a fault.
 
 Every monitor gets the numbers that it would have measured in the trainings of `simulated_runs.py`, and in curves of
-memory, time and loss. The settings of `hf_accum_fix.monitor.deviation`, `two_ranks`, `loss_over_time` and `pace` were
+memory and time. The settings of `hf_accum_fix.monitor.deviation`, `two_ranks`, `loss_over_time` and `pace` were
 chosen on seeds 11, 12, 22, 31, 41, 51, 61, 7101 to 7106, 9000 to 9015, 9203, 70001, 73001, 73002, 81001 to 81003, 91001
 to 91005, 93001 to 93005, 94001, 94002, 96001 to 96003, 96011, 96021, 96022, 96031 and 30 to 33 million; the audit
 runs on other ones.
@@ -10,7 +10,6 @@ runs on other ones.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,6 @@ from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.pace import Pace, PaceReading
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
-from hf_accum_fix.monitor.run_comparison import compare
-from hf_accum_fix.monitor.run_logs import Run, Series
-from hf_accum_fix.monitor.run_summary import summarise
 
 
 @dataclass
@@ -284,55 +280,6 @@ def lag_delays(runs: int = 8, logs: int = 80, seed: int = 8104) -> Iterator[dict
         yield {"lag of the last rank": name, **last}
 
 
-# ---- two curves, compared ------------------------------------------------------------------------------------------
-
-#: Logs; the factor of the second run over its last third, or throughout; correlation of the noise from log to log.
-CURVES: dict[str, tuple[int, float, bool, float]] = {
-    "the same, 10 logs": (10, 1.0, False, 0.0),
-    "the same, 40 logs": (40, 1.0, False, 0.0),
-    "the same, 100 logs": (100, 1.0, False, 0.0),
-    "the same, noise correlated, 20 logs": (20, 1.0, False, 0.8),
-    "the same, noise correlated, 100 logs": (100, 1.0, False, 0.8),
-    "x16, 10 logs": (10, 16.0, False, 0.0),
-    "x2, 10 logs": (10, 2.0, False, 0.0),
-    "x2, 20 logs": (20, 2.0, False, 0.0),
-    "x1.3, 10 logs": (10, 1.3, False, 0.0),
-    "x1.3, 20 logs": (20, 1.3, False, 0.0),
-    "x1.3, 40 logs": (40, 1.3, False, 0.0),
-    "x1.1, 20 logs": (20, 1.1, False, 0.0),
-    "x1.1, 40 logs": (40, 1.1, False, 0.0),
-    "x1.1, 100 logs": (100, 1.1, False, 0.0),
-    "x5 in the last third, 20 logs": (20, 5.0, True, 0.0),
-    "x5 in the last third, 100 logs": (100, 5.0, True, 0.0),
-}
-
-
-def correlated(draw: Draw, correlation: float, count: int) -> ndarray:
-    """Noise of two runs, with deviation 1 and this correlation of neighbours."""
-    noise = draw.normal(size=(2, count))
-    for place in range(1, count):
-        noise[:, place] = correlation * noise[:, place - 1] + math.sqrt(1 - correlation**2) * noise[:, place]
-    return noise
-
-
-def curve_differences(pairs: int = 200, seed: int = 24) -> Iterator[dict[str, Any]]:
-    """For each case of pairs: in how many a difference is found, and in how many it is called one throughout."""
-    for name, (count, factor, late, correlation) in CURVES.items():
-        draw, found = numpy.random.default_rng(seed), []
-        place = numpy.arange(count)
-        for _ in range(pairs):
-            losses = (1 + 3 * numpy.exp(-place / (count / 3))) * numpy.exp(0.03 * correlated(draw, correlation, count))
-            losses[1] *= numpy.where(place >= count * 2 // 3, factor, 1.0) if late else factor
-            runs = [Run(str(run), {"loss": Series(tuple(map(float, place)), tuple(its))}) for run, its in
-                    enumerate(losses.tolist())]  # fmt: skip
-            found.append(compare(summarise(runs[1]), summarise(runs[0])))
-        shares = {
-            "told": sum(its.differ for its in found) / pairs,
-            "throughout": sum(its.steady for its in found) / pairs,
-        }
-        yield {"two curves": name, **shares}
-
-
 # ---- all of it -----------------------------------------------------------------------------------------------------
 
 
@@ -350,7 +297,6 @@ def audit(folder: Path, *, quick: bool = False) -> Iterator[str]:
         "Lags: log by which the last of 8 runs names the rank": lag_delays(*(1, 20) if quick else ()),
         "False alarms in 1,000 logs of 20 steps, 80 GiB": memory_false_alarms(*(200,) if quick else ()),
         "Leaks: first alarm (median), memory lost by then": leak_delays(*(1, 200) if quick else ()),
-        "Two curves with 3 % noise: share of pairs": curve_differences(*(5,) if quick else ()),
     }
     found: dict[str, list[dict[str, Any]]] = {}
     for title, rows in tables.items():

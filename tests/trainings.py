@@ -86,6 +86,7 @@ class Training:
         alone: errors of single parameters, the largest of each window.
         logged, losses: every window's, as logged and of the full batch.
         begun: parameters and buffers as each window found them.
+        gradients: as each window's optimizer step found them, by a Trainer.
     """
 
     errors: Sequence[float]
@@ -95,6 +96,7 @@ class Training:
     logged: Sequence[float] = ()
     losses: Sequence[float] = ()
     begun: Sequence[Mapping[str, Tensor]] = ()
+    gradients: Sequence[Mapping[str, Tensor]] = ()
 
     @property
     def windows(self) -> list[float]:
@@ -132,6 +134,10 @@ class Parameters(TrainerCallback):
         self.before: list[dict[str, Tensor]] = []
         self.after: list[dict[str, Tensor]] = []
         self.states: list[dict[str, Tensor]] = []
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.gradients.append({n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.note_state(model)
@@ -244,7 +250,8 @@ def _training(case: Case, parameters: Parameters, warnings: Warnings, logged: li
         alone.append(max(each, default=0.0))
         losses.append(wanted.loss)
     begun = [{**before, **state} for before, state in zip(parameters.before, parameters.states, strict=False)]
-    return Training(errors, warnings.said, runs[-1]["exact"] if runs else None, alone, logged, losses, begun)
+    exact = runs[-1]["exact"] if runs else None
+    return Training(errors, warnings.said, exact, alone, logged, losses, begun, parameters.gradients)
 
 
 def _full_batch(case: Case, model: nn.Module, found: Mapping[str, Tensor], step: int) -> Step:

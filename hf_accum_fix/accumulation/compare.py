@@ -26,6 +26,7 @@ class Setting:
         custom: a custom ``compute_loss`` makes the loss.
         func: a compute_loss_func makes it.
         own: G and W, as far as the code that computes a custom loss names them, those above 1.
+        own_steps: G alone.
         upstream_number: the items of this rank's window as the release counts them; None: it does not.
         rounded: matrix products are less precise than float32.
         decoder_pad: as for `rules.targets_padding`.
@@ -39,6 +40,7 @@ class Setting:
     custom: bool = False
     func: bool = False
     own: frozenset[int] = frozenset()
+    own_steps: frozenset[int] = frozenset()
     world_size: int = 1
     upstream_number: float | None = None
     rounded: bool = False

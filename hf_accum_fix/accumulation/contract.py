@@ -50,6 +50,7 @@ class TermSpec:
         shape: equal for the same term of another micro-batch (`loss_graph.Term.shape`).
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
+        own: the place of a trainer's division by the steps, beside a term over num_items_in_batch, which stock adds up.
         classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         counted: the count in the observed batch and its parts, on every rank.
@@ -59,6 +60,7 @@ class TermSpec:
     place: int | None = 0
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
+    own: tuple[int, ...] = ()
     classes: int = 0
     rules: Mapping[Items, float] = field(default_factory=dict)
     counted: tuple[float, ...] = (1.0,)
@@ -90,7 +92,7 @@ class TermSpec:
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
         counted_by = self.rule if self.how is not How.NUMBER else None
-        return (self.how, counted_by or self.counted)
+        return (self.how, counted_by or self.counted, len(self.own))
 
 
 def router_loss(outputs: Any, name: str) -> Tensor | None:
@@ -126,7 +128,6 @@ class LossContract:
         doubt: why it is reported as not exact; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
         unchecked: why coupled samples would not be detected; empty: they would.
-        warms: a term was multiplied by zero, and may come later.
         conclusive: False: it is observed again in the next window.
         reason: how it was found, in one sentence.
     """
@@ -148,7 +149,6 @@ class LossContract:
     doubt: str = ""
     cause: Cause | None = None
     unchecked: str = ""
-    warms: bool = False
     conclusive: bool = True
     reason: str = "given"
 

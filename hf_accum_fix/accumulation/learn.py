@@ -111,7 +111,6 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         constant=rest or 0.0,
         deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
         unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
-        warms=whole.warms,
         conclusive=all(map(_shows, judged)),
     )
     means = [each for each in specs if each.how is How.MEAN]
@@ -194,13 +193,14 @@ def _are_rows(its: Triple, compared: Comparison) -> bool:
 def _with_values(
     matched: Sequence[tuple[Triple, int | None]], looks: Sequence[Any]
 ) -> Iterator[tuple[Triple, int | None, list[float | None]]]:
-    """With the value of each; those without one share the rest of the loss, if they have the same factors."""
+    """With the value of each; those without one share the rest of the loss, if they divide by the same."""
     values: list[list[float | None]] = [
         [None if any(t.value is None for t in its) else math.fsum(t.value or 0.0 for t in its) for its in triple]
         for triple, _ in matched
     ]
     blank = [at for at, its in enumerate(values) if None in its]
-    if len({tuple(terms[0].factors for terms in matched[at][0] if terms) for at in blank}) == 1:
+    divisors = [_moving(matched[at][0]) for at in blank]
+    if divisors and all(len(each) == len(looks) and all(map(is_near, each, divisors[0])) for each in divisors):
         rest = [
             look.loss - math.fsum(its[n] or 0.0 for at, its in enumerate(values) if at not in blank)
             for n, look in enumerate(looks)
@@ -208,6 +208,14 @@ def _with_values(
         for at in blank:
             values[at] = [*rest] if at == blank[0] else [0.0] * len(rest)
     return ((*each, its) for each, its in zip(matched, values, strict=True))
+
+
+def _moving(its: Triple) -> list[float]:
+    """In each look the product of a term's factors that differ between looks."""
+    first = [terms[0] for terms in its if terms]
+    columns = enumerate(zip(*(each.factors for each in first), strict=True))
+    places = [at for at, of_looks in columns if not all(is_near(of_looks[0], each) for each in of_looks)]
+    return [each.product(places) for each in first]
 
 
 # -------------------------------------------------------------------------------------------------- one term

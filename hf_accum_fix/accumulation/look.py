@@ -15,10 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import noise
-from hf_accum_fix.accumulation.elements import holds_layers, sorts_elements
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
-from hf_accum_fix.accumulation.nodes import NotSavedError
+from hf_accum_fix.accumulation.nodes import NotSavedError, live_edges, shape_of
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.errors import ContractError
@@ -26,6 +25,8 @@ from hf_accum_fix.errors import ContractError
 #: One forward: (inputs, number or None) -> loss.
 Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
+#: Layers, through which data reach a loss, and most nodes that are searched for one.
+_LAYERS, _MOST_BELOW = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm"), 10_000
 #: The attribute of an error that the forward of a loss has raised.
 _OF_FORWARD = "_hf_accum_fix_of_forward"
 
@@ -73,7 +74,7 @@ class TermLook:
         by_classes: it is a mean over the class weights of its targets.
         shares_learnt: other terms have the same learnt factor.
         adds: something without a gradient is added to it.
-        sorts, layered: as of `elements`: its elements are sorted; they pass layers.
+        sorts, layered: its elements are sorted; they pass layers.
     """
 
     shape: tuple[Any, ...]
@@ -135,7 +136,6 @@ class Look:
         terms: with stacked numbers as rows.
         inside: with stacked numbers as terms.
         drew: it drew random numbers, apart from dropout.
-        warms: a term was multiplied by zero, and is left out.
     """
 
     batch: Mapping[str, Any]
@@ -145,7 +145,6 @@ class Look:
     terms: list[TermLook]
     inside: list[TermLook]
     drew: bool
-    warms: bool
 
     @property
     def samples(self) -> int:
@@ -170,13 +169,7 @@ class Look:
 
 
 def look(
-    loss: LossRun,
-    batch: Mapping[str, Any],
-    number: float | None,
-    *,
-    listed: bool,
-    keep: bool,
-    seed: int = 0,
+    loss: LossRun, batch: Mapping[str, Any], number: float | None, *, listed: bool, keep: bool, seed: int = 0
 ) -> Look:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     noise.seed(seed)
@@ -190,8 +183,7 @@ def look(
     shapes = shown(inside=False), shown(inside=True)
     kept = [without_nothing(terms) for terms in shapes]
     rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
-    warms = len(kept[0]) < len(shapes[0])
-    return Look(batch, number, total, found.dtype, rows, inside, noise.random_states() != before, warms)
+    return Look(batch, number, total, found.dtype, rows, inside, noise.random_states() != before)
 
 
 def run_with_graph(
@@ -269,8 +261,8 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
             shares_learnt=any(each.learnt for each in term.factors[: path.above]),
             adds=path.added,
-            sorts=sorts_elements(leaf),
-            layered=not term.readable and holds_layers(leaf),
+            sorts=_sorts_elements(leaf),
+            layered=not term.readable and _holds_layers(leaf),
         )
         return found if kept is None else replace(found, value=float(kept) * found.product(range(path.above)))
 
@@ -292,3 +284,30 @@ def _named(target: Tensor, ignored: int, batch: Mapping[str, Any]) -> Iterator[I
         labels = isinstance(value, Tensor) and not value.is_floating_point() and "label" in rule.keys[0]
         if labels and torch.equal(value[rule.targets(batch)].cpu(), kept):  # type: ignore[index]
             yield rule
+
+
+def _holds_layers(node: Any) -> bool:
+    """Whether there is a layer of a model among the nodes searched below one."""
+    return any(_is_layer(each) for each in _below(node))
+
+
+def _sorts_elements(node: Any) -> bool:
+    """Whether all elements of a reduction are sorted, above the first layer, of which some may then be left out."""
+    sorts = (each for each in _below(node) if type(each).__name__.startswith(("SortBackward", "TopkBackward")))
+    # Before torch 2.5 nodes do not show their shape once the loss is gone.
+    return any(len(shape_of(each)) == 1 for each in sorts if hasattr(each, "_input_metadata"))
+
+
+def _below(node: Any) -> Iterator[Any]:
+    """A node and those below it, down to the first layers."""
+    seen, pending = {node}, [node]
+    while pending and len(seen) < _MOST_BELOW:
+        below = pending.pop()
+        yield below
+        new = set() if _is_layer(below) else {each for each, _ in live_edges(below)} - seen
+        seen |= new
+        pending.extend(new)
+
+
+def _is_layer(node: Any) -> bool:
+    return type(node).__name__.startswith(_LAYERS)

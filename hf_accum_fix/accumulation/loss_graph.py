@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_accum_fix.accumulation import nodes, stacks
 from hf_accum_fix.accumulation.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
 
-#: Most terms of a loss that is read, and nodes that are searched for a layer.
-_MOST_TERMS, MOST_BELOW = 4096, 10_000
+#: Most terms of a loss that is read.
+_MOST_TERMS = 4096
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,7 @@ class Term:
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
 
 
-def read(
-    loss: Tensor,
-    stops: Collection[Any] = (),
-    *,
-    inside: bool = False,
-    deep: bool = False,
-) -> list[Term]:
+def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, deep: bool = False) -> list[Term]:
     """The terms of a loss; empty: it has no gradient.
 
     Args:
@@ -173,7 +167,8 @@ class _Reader:
                 edge = nodes.passed(node, output)
                 # A node with several outputs is shared.
                 pending.append((edge, path.below(edge[0]) if nodes.has_several_outputs(node) else path))
-            elif does == "add" and (summands := nodes.summands(node)) is not None:
+            elif does == "add":
+                summands = nodes.summands(node)
                 # Else the other summand has no gradient.
                 added = path.added or len(summands) == 1
                 below = [(each, replace(path.below(each[0], *its), added=added)) for each, its in summands]
@@ -201,8 +196,7 @@ class _Reader:
             return
         if does == "mean" and nodes.adds_a_number(below[0]):
             # mean(x + number) = mean(x) + number
-            found = nodes.summands(below[0]) or []
-            parts = [(each, path.below(each[0], *factors)) for each, factors in found]
+            parts = [(each, path.below(each[0], *factors)) for each, factors in nodes.summands(below[0])]
         for each, part in parts:
             if len(parts) > 1 and shape_of(each[0]) == ():
                 yield from self.terms(each, part)

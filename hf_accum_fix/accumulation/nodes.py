@@ -23,7 +23,7 @@ _NODES = {
     "pass": "ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute NanToNum "
     # Of distributed tensors and DistributedDataParallel; DeepSpeed's hooks on what a module returns.
     "_ToTorchTensor _FromTorchTensor _DDPSink PreBackwardFunctionForModule PreBackwardFunction",
-    "add": "Add Sub Rsub Lerp Addcmul",
+    "add": "Add Sub Rsub",
     "factor": "Neg Mul Div Where",
     "mean": "Mean",
     "sum": "Sum Nansum Dot Mm Bmm",
@@ -136,28 +136,12 @@ def has_several_outputs(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or type(node).__name__.startswith(_SEVERAL_OUTPUTS)
 
 
-def summands(node: Any) -> list[Summand] | None:
-    """The edges below a sum that have a gradient, and what each is multiplied by; None: a product of two of them."""
-    edges, kind = (*node.next_functions, (None, 0), (None, 0))[:3], kind_of(node)
-    found: list[Summand]
-    if kind == "Lerp":
-        weight = node._saved_weight
-        if not on_host(weight):
-            return None
-        factors = [1.0 - float(weight), float(weight)]
-        if isinstance(weight, Tensor) and edges[2][0] is not None:
-            return None
-        found = [(each, (Factor(factor),)) for each, factor in zip(edges, factors, strict=False)]
-    elif kind == "Addcmul":
-        one, other = edges[1:]
-        if one[0] is not None and other[0] is not None:
-            return None
-        times = node._saved_tensor2 if one[0] is not None else node._saved_tensor1
-        found = [(edges[0], ()), (one if one[0] is not None else other, (Factor(node._saved_value), Factor(times)))]
-    else:
-        alpha = float(node._saved_alpha)
-        signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[kind[0]]
-        found = [(each, () if sign == 1 else (Factor(sign),)) for each, sign in zip(edges, signs, strict=False)]
+def summands(node: Any) -> list[Summand]:
+    """The edges below a sum that have a gradient, and what each is multiplied by."""
+    alpha = float(node._saved_alpha)
+    signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[kind_of(node)[0]]
+    edges = zip((*node.next_functions, (None, 0))[:2], signs, strict=True)
+    found: list[Summand] = [(each, () if sign == 1 else (Factor(sign),)) for each, sign in edges]
     return [each for each in found if each[0][0] is not None]
 
 

@@ -19,14 +19,9 @@ from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.learn import learn, number_rule
-from hf_accum_fix.accumulation.look import (
-    Look,
-    LossRun,
-    look,
-    out_of_memory,
-)
+from hf_accum_fix.accumulation.look import Look, LossRun, look, out_of_memory
 from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size
+from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size, with_own_steps
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.rules import listed_targets, targets_padding
@@ -95,6 +90,7 @@ class _Observation:
             self.setting = replace(self.setting, hands_number=True)
             found = self._learnt()
         found = with_kept_size(found, self.whole, self.window) if self.setting.custom or self.setting.func else found
+        found = with_own_steps(found, self.whole, self.setting, adds=self.loss.kept_back() > 0)
         scale = own_scale(found, self.whole, self.setting)
         found = self._with_doubts(found, norm, scale)
         depends = self._depends_on_number(found) or found.by_number or How.NUMBER in {each.how for each in found.terms}
@@ -243,7 +239,7 @@ class _Observation:
                 "steps or the ranks"
             )
         if found.by_number and not setting.custom and setting.has_stock and setting.upstream_number:
-            terms = zip(found.terms, terms_of(found, self.whole), strict=True)
+            terms = terms_of(found, self.whole)
             if any(each.how is How.MEAN and not (each.rules or t.named or t.by_classes) for each, t in terms):
                 doubts.append("its model drops targets that num_items_in_batch counts")
         cause = None if found.cause is Cause.LOG else found.cause

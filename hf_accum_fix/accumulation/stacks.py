@@ -71,7 +71,7 @@ def _parts(edge: Edge, above: Sequence[tuple[Factor, ...]]) -> list[Part] | None
         return _parts(found[0], [(*over, each) for over, each in zip(above, factors, strict=True)]) if factors else None
     if job == "add":
         parts: list[Part] = []
-        for each, times in summands(node) or ():
+        for each, times in summands(node):
             if any(isinstance(factor.value, Tensor) and factor.value.numel() > 1 for factor in times):
                 return None
             below = _parts(each, [(*over, *times) for over in above])

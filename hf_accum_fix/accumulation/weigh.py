@@ -170,6 +170,7 @@ class _Weighing:
                 self.part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
             return []
         divisor = self._of_mean(place, spec, found) if spec.how is How.MEAN else self._of_other(spec, found)
+        divisor = divisor / _product(found[0], spec.own) if spec.own else divisor
         if self.zero_weight:
             divisor = math.inf if spec.how in (How.MEAN, How.NUMBER, How.SUM) else divisor
         elif (constant := _constant(found[0], spec)) is not None:
@@ -274,7 +275,7 @@ class _Weighing:
 
 def _constant(term: Term, spec: TermSpec) -> float | None:
     """What a term is multiplied by, apart from counts and learnt factors; None: it is on a device, or zero."""
-    counts = {*spec.counts}
+    counts = {*spec.counts, *spec.own}
     if term.divides:
         # Of a sum over rows each has its own.
         counts.add(len(term.factors) - 1)

@@ -25,7 +25,7 @@ COMMANDS: Final = {
     "explain": "explain one defect: the wrong equation, the right one, links; without a name, list all",
     "run": "run a command with the patch applied, in it and in every Python process it starts",
     "verify": "compare the gradient of a training script for several splits of one batch, instead of training",
-    "watch": "summarise the logs of a run; of several runs, test whether they differ by more than noise",
+    "watch": "summarise the logs of a run; of several runs, the ratio of their losses",
 }
 """Name of each command and of its module, and a summary."""
 

@@ -10,7 +10,7 @@ from hf_accum_fix.cli import COULD_NOT_TELL, complain, write
 
 DESCRIPTION: Final = (
     "Print the trend and noise of a run's loss, its gradient norms and its alarms, and draw them; of several runs, "
-    "report whether their curves differ by more than noise."
+    "report the ratio of their losses at equal steps."
 )
 EPILOG: Final = (
     "exit code: 0 no findings; 1 findings; 3 no findings, but some logs could not be read or compared, or the picture "
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="RUN",
-        help="the run to compare the others with (default: the one that most others agree with)",
+        help="the run to compare the others with (default: the first)",
     )
     parser.add_argument("--no-picture", action="store_true", help="print only")
     parser.add_argument(

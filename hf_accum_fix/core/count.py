@@ -312,11 +312,7 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
 
 
 def _by_forwards(
-    host: Host,
-    batches: Sequence[Any],
-    error: Exception | None,
-    look: Callable[..., Value],
-    instead: Value,
+    host: Host, batches: Sequence[Any], error: Exception | None, look: Callable[..., Value], instead: Value
 ) -> tuple[Value, Exception | None]:
     """What ``look(forward, model)`` finds in a window, and this rank's error, raised once the other ranks have it.
 

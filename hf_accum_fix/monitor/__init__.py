@@ -2,7 +2,6 @@
 
     loss            a curve that shows every micro-batch, with its error
     loss_over_time  a loss that diverges, jumps, swings, stalls or starts too high; an accuracy that stalls
-    batch_schedule  another global batch, and the learning rates of the old one
     rank_loss       a rank whose loss is off
     rank_gradients  a rank whose gradient is off, before it is averaged
     gradient_norm   spikes and clipping over time
@@ -13,7 +12,6 @@
     noise_scale     is this much accumulation worth it?
     shared_samples  ranks that get one another's samples
     pace            a rank that keeps the others waiting
-    stage_balance   a pipeline stage that keeps the others waiting
     loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.alarms import Alarm as Alarm, Alarms as Alarms, MonitorAlarmError as MonitorAlarmError
     from hf_accum_fix.monitor.batch_norm import check_batch_norm as check_batch_norm, compare_buffers as compare_buffers
     from hf_accum_fix.monitor.batch_norm import convert_sync_batch_norm as convert_sync_batch_norm
-    from hf_accum_fix.monitor.batch_schedule import BatchSchedule as BatchSchedule
     from hf_accum_fix.monitor.callbacks import BatchNormCallback as BatchNormCallback
     from hf_accum_fix.monitor.callbacks import GradientNormCallback as GradientNormCallback
     from hf_accum_fix.monitor.callbacks import LossCallback as LossCallback, MemoryCallback as MemoryCallback
@@ -58,13 +55,11 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.ranks import Ranks as Ranks, TorchRanks as TorchRanks
     from hf_accum_fix.monitor.replicas import Replicas as Replicas
     from hf_accum_fix.monitor.shared_samples import SharedSamples as SharedSamples
-    from hf_accum_fix.monitor.stage_balance import StageBalance as StageBalance
 
 #: Public names, by the module that holds them.
 _NAMES = {
     "alarms": "Alarm Alarms MonitorAlarmError",
     "batch_norm": "check_batch_norm compare_buffers convert_sync_batch_norm",
-    "batch_schedule": "BatchSchedule",
     "callbacks": "BatchNormCallback GradientNormCallback LossCallback MemoryCallback MonitorsCallback "
     "NoiseScaleCallback PaceCallback RankGradientsCallback ReplicasCallback SharedSamplesCallback all_callbacks",
     "gradient_norm": "GradientNorm",
@@ -80,7 +75,6 @@ _NAMES = {
     "ranks": "Ranks TorchRanks",
     "replicas": "Replicas",
     "shared_samples": "SharedSamples",
-    "stage_balance": "StageBalance",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)

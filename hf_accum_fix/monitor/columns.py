@@ -147,7 +147,7 @@ class Columns:
                 loss_name = found if wanted == "loss" else loss_name
         left_out = f"{self._bad} of {self.rows} lines, the first is number {self._first_bad}" if self._bad else ""
         goes_on_to = self._goes_on_to(loss_name, series) if loss_name else math.nan
-        return Run(printable(name), series, {}, left_out, self._rows_a_point, goes_on_to)
+        return Run(printable(name), series, left_out, self._rows_a_point, goes_on_to)
 
     def _named(self, key: str) -> _Points | None:
         """The points of a key; None where it is no number to keep."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hf_accum_fix.monitor.beside_logs import Settings, guess_beside
+from hf_accum_fix.monitor.beside_logs import guess_beside
 from hf_accum_fix.monitor.columns import STEP_KEYS, Columns
 from hf_accum_fix.monitor.series import GUESS, LogsError, Run, Series, printable
 from hf_accum_fix.monitor.text_logs import ConsoleLines, CsvLines, JsonLines, Lines, Row, rows_of_state
@@ -25,11 +25,6 @@ _LINES: Mapping[str, type[Lines]] = {
 _CHART = re.compile(r"(.+) - (.+?)(__MIN|__MAX)?")
 #: Whole columns in a line of a sweep's results (recipes/llava_sweep.py), and their names here.
 _WHOLE_COLUMNS = {"losses": "loss", "grad_norms": "grad_norm"}
-#: Accumulation steps and ranks, as the lines of a sweep name them.
-_SETTINGS = {
-    "accumulation": ("accumulation", "gradient_accumulation_steps", "accumulation_steps"),
-    "ranks": ("processes", "num_processes", "world_size", "ranks"),
-}
 _CHUNK, _LONGEST_LINE = 1 << 20, 1 << 26
 #: What is wrong with a log that is none.
 _UNREADABLE = (OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError)
@@ -80,9 +75,6 @@ class LogFile:
                 if GUESS not in run.series and not math.isnan(guess):
                     run = replace(run, series={**run.series, GUESS: Series((0.0,), (guess,))})
                 runs = [run]
-            if len(runs) == 1:
-                nearby = self._settings.with_those_beside(self._path)
-                runs = [replace(runs[0], settings={**nearby, **runs[0].settings})]
         except _UNREADABLE as error:
             raise LogsError(
                 f"{self._path} could not be read ({type(error).__name__}: {error}); expected a trainer_state.json with "
@@ -97,7 +89,6 @@ class LogFile:
         self._lines: Lines = _LINES.get(self._path.suffix, JsonLines)()
         self._columns, self._charts = Columns(), dict[str, Columns]()
         self._sweep: list[Run] = []
-        self._settings = Settings()
 
     def _read_lines(self, progress: Progress, size: int, settled: bool) -> None:
         pieces = [self._tail]
@@ -137,8 +128,6 @@ class LogFile:
             return
         # A bar of progress begins its line again and again.
         for text in line.decode(errors="replace").split("\r"):
-            if isinstance(self._lines, ConsoleLines):
-                self._settings.take(text)
             for row in self._lines.rows(text):
                 self._add(row)
 
@@ -149,8 +138,7 @@ class LogFile:
             columns = Columns()
             for its in _columns(row):
                 columns.add(its)
-            run = columns.run(f"{self._name}: {_label(row)}")
-            self._sweep.append(replace(run, settings=dict(_settings(row))))
+            self._sweep.append(columns.run(f"{self._name}: {_label(row)}"))
             return
         if not self._sweep:
             self._columns.add(row)
@@ -179,13 +167,6 @@ def _columns(row: Row) -> Iterator[Row]:
     for column, meaning in _WHOLE_COLUMNS.items():
         for step, value in enumerate(row.get(column, ()), start=1):
             yield {"step": step, meaning: value}
-
-
-def _settings(row: Row) -> Iterator[tuple[str, int]]:
-    for name, keys in _SETTINGS.items():
-        value = next((row[key] for key in keys if key in row), None)
-        if isinstance(value, int) and value > 0:
-            yield name, value
 
 
 def _label(row: Row) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
-from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
@@ -39,7 +38,7 @@ _SETTLED = 100
 class Monitor:
     """All monitors in one.
 
-    `LossMeter`, `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend`, `BatchSchedule`,
+    `LossMeter`, `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend`,
     `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`, `MemoryMonitor` and, if requested,
     `SharedSamples` and `NoiseScale`.
 
@@ -82,8 +81,8 @@ class Monitor:
         self._ranks = ranks or TorchRanks()
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self._step = Alarms(self._ranks, on_alarm), 0
-        self._meter, self._schedule = LossMeter(self._ranks), BatchSchedule()
-        self._rank_loss, self._of_loss = RankLoss(), (LossTrend(), LossOscillation(), LossStall())
+        self._meter, self._rank_loss = LossMeter(self._ranks), RankLoss()
+        self._of_loss = (LossTrend(), LossOscillation(), LossStall())
         self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
@@ -190,7 +189,6 @@ class Monitor:
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
             found["items_per_step"] = reading.total.items / steps
-            self._say(self._schedule.judge(found["items_per_step"], rate, self._ranks.size))
         found["alarms"] = float(self.alarms.count)
         # nan is a number that does not exist yet; a loss that is nan was measured.
         return {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
@@ -206,12 +204,11 @@ class Monitor:
             setattr(self, name, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms, the batch and its rate."""
+        """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms."""
         return {
             "step": self._step,
             "alarms": self.alarms.state_dict(),
             "gradient_norm": self._norms.state_dict(),
-            "schedule": self._schedule.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -219,7 +216,6 @@ class Monitor:
         self._step = self._steps_logged = state["step"]
         self.alarms.load_state_dict(state["alarms"])
         self._norms.load_state_dict(state["gradient_norm"])
-        self._schedule.load_state_dict(state.get("schedule", {}))
 
     def _say(self, alarm: Alarm | None) -> None:
         self.alarms.say(alarm, self._step)

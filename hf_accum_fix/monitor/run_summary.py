@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from hf_accum_fix.monitor.alarms import Alarm
@@ -24,8 +24,8 @@ from hf_accum_fix.monitor.robust import (
 )
 from hf_accum_fix.monitor.series import GUESS, PREFIX, Run, Series
 
-#: Fewest logs that show a trend, or a difference, above the noise.
-ENOUGH = 8
+#: Fewest logs that show a trend above the noise.
+_ENOUGH = 8
 #: Most points behind a slope.
 _POINTS = 60
 #: Logged norms that are judged together, and fewest before one that is a spike.
@@ -78,7 +78,6 @@ class Summary:
         alarms: by monitor: how many, and the step by which the first was logged.
         findings: alarms and observations of the monitors in these logs.
         extras: accuracy, learning rate, memory and the ranks' losses as text, if they were logged.
-        settings: as in `Run`.
         left_out: as in `Run`.
     """
 
@@ -95,7 +94,6 @@ class Summary:
     alarms: dict[str, tuple[int, float]]
     findings: tuple[Alarm, ...] = ()
     extras: tuple[tuple[str, str], ...] = ()
-    settings: Mapping[str, int] = field(default_factory=dict)
     left_out: str = ""
 
 
@@ -111,7 +109,7 @@ def summarise(run: Run) -> Summary:
     loss = loss if sentinel is None else loss.where(lambda value: value != sentinel.value)
     tail = loss.values[-max(len(loss) // 10, 1) :]
     last = fmean(tail) if tail else math.nan
-    as_share = 1.0 if all_positive(loss.values) else abs(last) or math.nan
+    as_share = 1.0 if _all_positive(loss.values) else abs(last) or math.nan
     not_finite = logged.where(lambda value: not math.isfinite(value)).steps
     memory, (gradients, of_norms) = dict(_memory(run)), _norms(run)
     findings = (
@@ -125,9 +123,9 @@ def summarise(run: Run) -> Summary:
         run=run.name,
         loss=loss,
         last=last,
-        last_error=noise_of_means(scaled(loss.values)) / as_share * abs(last) / math.sqrt(max(len(tail), 1)),
+        last_error=noise_of_means(_scaled(loss.values)) / as_share * abs(last) / math.sqrt(max(len(tail), 1)),
         slope=_slope_of_second_half(loss),
-        noise=noise_sigma(scaled(loss.values)) / as_share,
+        noise=noise_sigma(_scaled(loss.values)) / as_share,
         not_finite=not_finite,
         sentinel=sentinel,
         gradients=gradients,
@@ -135,7 +133,6 @@ def summarise(run: Run) -> Summary:
         alarms=dict(_alarms(run)),
         findings=findings,
         extras=tuple(_extras(run, memory)),
-        settings=run.settings,
         left_out=run.left_out,
     )
 
@@ -205,10 +202,10 @@ def _of_loss(run: Run, loss: Series) -> Iterator[Alarm]:
     names = _accuracies(run)
     if names:
         yield from _of_accuracy(run.series[names[0]].where(math.isfinite), loss)
-    if len(loss) < ENOUGH:
+    if len(loss) < _ENOUGH:
         return
     means = [fmean(loss.values[place] for place in part) for part in blocks(len(loss), 10)]
-    best, noise = min(means), noise_sigma(scaled(loss.values))
+    best, noise = min(means), noise_sigma(_scaled(loss.values))
     if not seen & {"loss-diverges", "loss-jumped"} and best > 0 and means[-1] > _OVER_THE_BEST * best * (1 + 4 * noise):
         at = loss.steps[blocks(len(loss), 10)[means.index(best)].start]
         words = f"{means[-1]:.4g} at the end, {best:.4g} at its best, around step {at:.0f}"
@@ -275,7 +272,7 @@ def _memory(run: Run) -> Iterator[tuple[str, tuple[Trend, int]]]:
         kept = series.where(math.isfinite)
         if unit and len(kept) and "peak" not in name:
             scale = MIB * (1024 if "gib" in (unit[1] or unit[2]).lower() else 1)
-            found = trend(kept.steps, [scale * value for value in kept.values], enough=ENOUGH)
+            found = trend(kept.steps, [scale * value for value in kept.values], enough=_ENOUGH)
             yield name.removeprefix(PREFIX), (found, len(kept))
 
 
@@ -288,7 +285,7 @@ def _of_memory(memory: Mapping[str, tuple[Trend, int]]) -> Iterator[Alarm]:
 def _slope_of_second_half(series: Series) -> Slope | None:
     half = len(series) // 2
     steps, values = series.steps[half:], series.values[half:]
-    return slope_of_means(steps, values, _POINTS) if len(set(steps)) >= ENOUGH else None
+    return slope_of_means(steps, values, _POINTS) if len(set(steps)) >= _ENOUGH else None
 
 
 def _accuracies(run: Run) -> list[str]:
@@ -340,11 +337,11 @@ def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:
     return [its for its in found if its[0] != "all" or len(found) == 1]
 
 
-def all_positive(values: Sequence[float]) -> bool:
+def _all_positive(values: Sequence[float]) -> bool:
     """Whether every value has a logarithm."""
     return all(value > 0 for value in values)
 
 
-def scaled(values: Sequence[float]) -> list[float]:
+def _scaled(values: Sequence[float]) -> list[float]:
     """Logarithms where there are some: noise as a share of the loss."""
-    return [math.log(value) for value in values] if all_positive(values) else list(values)
+    return [math.log(value) for value in values] if _all_positive(values) else list(values)

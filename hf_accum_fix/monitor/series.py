@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hf_accum_fix.errors import AccumFixError
 
@@ -54,7 +54,6 @@ class Run:
     Attributes:
         name: where they were found, and which line of a sweep; printable.
         series: by the name they were logged under (TensorBoard's ``train/`` taken off); printable.
-        settings: "accumulation" steps and "ranks", where they are known.
         left_out: the lines that could not be read, in words; empty: none.
         logs_a_point: logs in a point of the series: above 1 where the log is too long to be kept.
         goes_on_to: last step of a log that goes on without a loss; nan: the loss does not stop before the log.
@@ -62,7 +61,6 @@ class Run:
 
     name: str
     series: Mapping[str, Series]
-    settings: Mapping[str, int] = field(default_factory=dict)
     left_out: str = ""
     logs_a_point: int = 1
     goes_on_to: float = math.nan

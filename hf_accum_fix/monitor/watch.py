@@ -1,4 +1,4 @@
-"""A run in one look: its loss, its noise, its gradients and its alarms; and whether runs differ by more than noise.
+"""A run in one look: its loss, its noise, its gradients and its alarms; and the ratio of two runs.
 
 Reads logs; imports no torch.
 
@@ -13,7 +13,6 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 from hf_accum_fix.monitor.run_comparison import Comparison, compare
 from hf_accum_fix.monitor.run_summary import Summary, in_words, summarise
@@ -24,8 +23,6 @@ _COLUMNS = 80
 _ROW = re.compile(r"( +)(\S+(?: \S+)* {2,})?")
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
-#: Ratio of two losses that no other model or data make throughout.
-_A_FACTOR = 1.8
 
 
 @dataclass(frozen=True)
@@ -59,16 +56,12 @@ def findings(its: Summary) -> list[str]:
 
 def findings_between(its: Comparison) -> list[str]:
     """What is wrong with one of two runs; empty where nothing is. A difference alone is no finding."""
-    found = []
-    if not math.isnan(its.not_finite):
-        found.append(f"{its.run} against {its.other}: one of the two is not finite from step {its.not_finite:.0f} on")
-    whole = max(its.ratio, 1 / its.ratio) if its.ratio and its.ratio > 0 else 1.0
-    if its.differ and whole > _A_FACTOR and (its.steady or its.cause):
-        norms = max(its.norms, 1 / its.norms) if its.norms > 0 else math.nan
-        also = "; the gradient norm is off by the same factor" if abs(norms / whole - 1) < 0.1 else ""
-        cause = its.cause or "one of the two is scaled or logged otherwise (accumulation steps, ranks)"
-        found.append(f"{its.run} against {its.other}: {its.ratio:.3g} times the loss throughout: {cause}{also}")
-    return found
+    if not its.is_a_factor:
+        return []
+    return [
+        f"{_compared(its)}: one factor throughout points at how the loss is scaled or logged (accumulation steps, "
+        "ranks), not at what is learned"
+    ]
 
 
 def report(runs: Sequence[Run], against: str | None = None) -> str:
@@ -97,8 +90,8 @@ def look(
 
     Args:
         runs: that were read.
-        against: name of the reference run, in full or shortened; None: the run from which most others differ by no more
-            than noise, the first of them, as where there is no run of this name, which is undecided then.
+        against: name of the reference run, in full or shortened; None: the first, as where there is no run of this
+            name, which is undecided then.
         unread: what could not be read, in words.
         progress: is told what is being done.
 
@@ -123,16 +116,15 @@ def look(
     if against is not None and not named:
         wanted = f"got {printable(against)} to hold the others against; expected one of {', '.join(names)}"
         undecided.append(f"could not compare: {wanted}")
-    reference, agree = (named[0], 0) if named else _most_agreed_with(summaries)
+    reference = named[0] if named else 0
     compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
     found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
     found += [line for its in compared for line in findings_between(its)]
     observed = [f"{its.run}: {alarm.message}" for its in summaries for alarm in its.findings if alarm.observation]
-    undecided += [f"could not compare: {_compared(its)}" for its in compared if math.isnan(its.worst)]
+    undecided += [f"could not compare: {_compared(its)}" for its in compared if not its.steps]
     parts = [_described(its, run) for its, run in zip(summaries, judged, strict=True)]
     if len(judged) > 2 and not named:
-        why = f"{agree} of them agree{'s' * (agree == 1)} with it" if agree else "the first of them: no two agree"
-        parts.append(f"{names[reference]}: the others are compared with it, {why} (--against)")
+        parts.append(f"{names[reference]}: the others are compared with it, the first of them (--against)")
     parts += map(_compared, compared)
     parts += ["\n".join(["observed, which may be intended:", *(f"  {line}" for line in observed)])] if observed else []
     count = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing wrong was found"
@@ -157,18 +149,6 @@ def short_names(names: Sequence[str]) -> list[str]:
             short = f"{name} ({number})"
         found.append(short)
     return found
-
-
-def _most_agreed_with(summaries: Sequence[Summary]) -> tuple[int, int]:
-    """The place of the run that differs from the fewest others, the first of several; and how many agree with it."""
-    agreed = [0] * len(summaries)
-    if len(summaries) > 2:
-        for (place, one), (other_place, other) in combinations(enumerate(summaries), 2):
-            found = compare(one, other)
-            if not (found.differ or math.isnan(found.worst)):
-                agreed[place] += 1
-                agreed[other_place] += 1
-    return agreed.index(max(agreed)), max(agreed)
 
 
 def _described(its: Summary, run: Run) -> str:
@@ -204,20 +184,8 @@ def _described(its: Summary, run: Run) -> str:
 
 def _compared(its: Comparison) -> str:
     head = f"{its.run} against {its.other}: "
-    if math.isnan(its.worst):
-        return f"{head}{its.steps} steps in common, too few to separate a difference from noise"
-    factor = f"{its.ratio:.4g} times its loss{' throughout' if its.steady else ' in the median'}"
-    broken = "" if math.isnan(its.not_finite) else f"; one of the two is not finite from step {its.not_finite:.0f} on"
-    if not its.differ:
-        return f"{head}no more than noise ({abs(its.worst):.1f} standard errors at most; {factor}){broken}"
-    errors = (
-        f"{abs(its.worst):.1f} standard errors around step {its.at:.0f}"
-        if math.isfinite(its.worst)
-        else "at every step"
-    )
-    words = f"{head}more than noise: {errors}; {factor}"
-    if not its.steady:
-        words += f", {its.furthest:.2g} times at its furthest"
-    if its.steady and abs(its.ratio - 1) > 0.2:
-        words += "; one factor throughout points at how the loss is scaled or logged, not at what is learned"
-    return words + broken
+    if not its.steps:
+        return f"{head}no steps in common"
+    norms = "" if math.isnan(its.norms) else f", {its.norms:.4g} times its gradient norm"
+    steps = f"{its.steps} equal step{'s' * (its.steps > 1)}"
+    return f"{head}{its.ratio:.4g} times its loss ({its.low:.3g} to {its.high:.3g}) at {steps}{norms}"

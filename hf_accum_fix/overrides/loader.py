@@ -21,7 +21,6 @@ from hf_accum_fix.options import BalanceOptions
 from hf_accum_fix.overrides.session import Original, Session
 from hf_accum_fix.overrides.trainer_facts import release_counts_windows
 from hf_accum_fix.upstream.defects import is_present
-from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -100,14 +99,6 @@ def _balanced(session: Session, loader: Any) -> Any:
         length_column=getattr(args, "length_column_name", None) or "length",
         columns=trainer.train_dataset,
     )
-
-
-def log_padding_saved(trainer: TrainerLike) -> None:
-    """Log the padded tokens that length-balancing saved, at the end of a training."""
-    dealer = vars(trainer).get(DEALER)
-    if dealer is not None and dealer.real and trainer.args.process_index == 0:
-        dealt, stock = dealer.dealt / dealer.real, dealer.as_they_come / dealer.real
-        logger.info("balance_windows: %.3f padded tokens for a real one; without balancing %.3f", dealt, stock)
 
 
 def _not_dispatching(session: Session) -> AbstractContextManager[None]:

@@ -31,10 +31,7 @@ from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.trainer_facts import (
-    counts_itself,
-    scales_itself,
-)
+from hf_accum_fix.overrides.trainer_facts import counts_itself, scales_itself
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 

@@ -137,13 +137,6 @@ class Session(Host):
         """The custom loss that is trained; None: it is the base's."""
         return facts_of.compute_loss_of(self.trainer)
 
-    @property
-    def router_loss_depends_on_split(self) -> bool:
-        """Whether the router loss depends on the split; known once the first window is counted."""
-        if self.router.form is not None and self.router.form.pools:
-            return self.router.depends_on_split
-        return self.contract is not None and self.contract.has_router_loss
-
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
 
@@ -187,12 +180,6 @@ class Session(Host):
                 "more micro-batches",
                 f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
                 f"{self.steps}, after which the Trainer steps; the step is reported as not exact",
-            )
-        if self.options.balance_windows and self.router_loss_depends_on_split:
-            self.warn_once(
-                "router loss of length-balanced windows",
-                f"balance_windows: the router loss of {self.head} depends on the split, and is further from the global "
-                "batch's when each micro-batch has samples of one length; use router_loss='exact'",
             )
         return window
 
@@ -327,6 +314,7 @@ class Session(Host):
             custom=compute_loss is not None,
             func=func is not None,
             own=facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.data_ranks),
+            own_steps=facts_of.own_numbers(trainer, {self.steps, len(batches)}, 1),
             has_stock=compute_loss is not None or func is not None or not _NUMBER_DROPPED,
             has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
             upstream_number=None if number is None else float(number),

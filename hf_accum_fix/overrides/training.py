@@ -22,7 +22,7 @@ from hf_accum_fix.engines.engine import is_being_made
 from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
+from hf_accum_fix.overrides.loader import get_train_dataloader, skip_first_batches
 from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself, is_custom, parallel_size
 from hf_accum_fix.upstream.defects import is_present
@@ -62,7 +62,6 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     state = session.state
     session.contained("reading what windows have shown", session.read, None)
     state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
-    log_padding_saved(trainer)
     return result
 
 

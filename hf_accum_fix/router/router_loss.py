@@ -157,11 +157,6 @@ class RouterLoss:
             return False
         return self.form is None or not self.form.settled or self.in_force is Convention.EXACT
 
-    @property
-    def depends_on_split(self) -> bool:
-        """Whether another split of the same global batch, such as one by length, has another loss."""
-        return self.in_force is not Convention.EXACT
-
     def why_mean(self, has_router_loss: bool) -> str:
         """Why the loss stays a mean though another convention was requested; empty: it does not.
 

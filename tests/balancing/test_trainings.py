@@ -202,15 +202,6 @@ def _recording(cls: type) -> type:
     return type("Recording", (Recorder, cls), {})
 
 
-def test_what_it_brought_is_said_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="hf_accum_fix"):
-        run, stock = train(tmp_path, balance=True), train(tmp_path, balance=False)
-    [said] = [record for record in caplog.records if "padded tokens for a real one" in record.message]
-    padded = [sum(rows * width for rows, width in each.shapes) for each in (run, stock)]
-    dealt, as_they_come = said.args
-    assert dealt / as_they_come == pytest.approx(padded[0] / padded[1])
-
-
 def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     run = train(tmp_path, balance=True)
     assert run.trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader

@@ -140,21 +140,21 @@ def quarter(s: Seen) -> Tensor:
 
 
 ONE_OVER_G = [
-    in_own("1-half", NAMED, half, cuts=(HALVES,)),
-    in_own("1-half-of-classes", NAMED, lambda s: 0.5 * s.classes, cuts=(HALVES,), right=(HALVES,)),
-    in_own("1-quarter", NAMED, quarter, cuts=(PAIRS,)),
-    in_own("1-quarter-of-classes", NAMED, lambda s: 0.25 * s.classes, cuts=(PAIRS,), right=(PAIRS,)),
-    in_own("1-over-eight", NAMED, lambda s: s.tokens / 8, cuts=(SINGLES,)),
-    in_own("1-quarter-tensor", NAMED, lambda s: s.tokens * torch.tensor(0.25), cuts=(PAIRS, UNEVEN)),
-    in_own("1-half-of-half", NAMED, lambda s: 0.5 * half(s), cuts=(PAIRS,)),
-    in_own("1-half-and-kl", NAMED, lambda s: half(s) + 0.5 * from_initial(s), cuts=(HALVES,), windows=several(2)),
-    in_own("1-half-of-both", NAMED, lambda s: 0.5 * both(s), cuts=(HALVES,)),
-    in_own("1-of-one-term", EITHER, lambda s: s.tokens + 0.25 * s.classes, cuts=(PAIRS,)),
-    in_own("1-mean-of-two", EITHER, lambda s: s.stack.mean(), cuts=(HALVES,)),
-    in_own("1-lerp", EITHER, lambda s: torch.lerp(s.tokens, s.classes, 0.5), cuts=(HALVES,)),
-    in_super("1-half", NAMED, lambda loss, s: 0.5 * loss, cuts=(HALVES,)),
-    in_super("1-half-by-number", NAMED, lambda loss, s: 0.5 * loss, head=ByNumber, cuts=(HALVES,), right=(HALVES,)),
-    in_func("1-half", NAMED, half, cuts=(HALVES,)),
+    in_own("1-half", EXACT, half, cuts=(HALVES,)),
+    in_own("1-half-of-classes", EXACT, lambda s: 0.5 * s.classes, cuts=(HALVES,), right=(HALVES,)),
+    in_own("1-quarter", EXACT, quarter, cuts=(PAIRS,)),
+    in_own("1-quarter-of-classes", EXACT, lambda s: 0.25 * s.classes, cuts=(PAIRS,), right=(PAIRS,)),
+    in_own("1-over-eight", EXACT, lambda s: s.tokens / 8, cuts=(SINGLES,)),
+    in_own("1-quarter-tensor", EXACT, lambda s: s.tokens * torch.tensor(0.25), cuts=(PAIRS, UNEVEN)),
+    in_own("1-half-of-half", EXACT, lambda s: 0.5 * half(s), cuts=(PAIRS,)),
+    in_own("1-half-and-kl", EXACT, lambda s: half(s) + 0.5 * from_initial(s), cuts=(HALVES,), windows=several(2)),
+    in_own("1-half-of-both", EXACT, lambda s: 0.5 * both(s), cuts=(HALVES,)),
+    in_own("1-of-one-term", EXACT, lambda s: s.tokens + 0.25 * s.classes, cuts=(PAIRS,)),
+    in_own("1-mean-of-two", EXACT, lambda s: s.stack.mean(), cuts=(HALVES,)),
+    in_own("1-lerp", EXACT, lambda s: torch.lerp(s.tokens, s.classes, 0.5), cuts=(HALVES,)),
+    in_super("1-half", EXACT, lambda loss, s: 0.5 * loss, cuts=(HALVES,)),
+    in_super("1-half-by-number", EXACT, lambda loss, s: 0.5 * loss, head=ByNumber, cuts=(HALVES,), right=(HALVES,)),
+    in_func("1-half", EXACT, half, cuts=(HALVES,)),
     # No 1/G at these cuts.
     in_own("1-half-elsewhere", EXACT, half, cuts=(PAIRS, SINGLES)),
     in_own("1-quarter-elsewhere", EXACT, quarter, cuts=(HALVES, SINGLES)),
@@ -739,9 +739,11 @@ def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sam
 
 
 LATER = [
-    *(late(f"term-from-{start + 1}", GRADIENT, from_turn(start, tokens, both)) for start in (1, 2, 4, 6)),
-    late("term-in-3", GRADIENT, from_turn(2, tokens, both, 3)),
-    late("alternates", GRADIENT, lambda s: both(s) if s.model.step % 2 else s.tokens),
+    *(late(f"term-from-{start + 1}", GRADIENT, from_turn(start, tokens, both)) for start in (1, 2)),
+    # Looked at again in the window after.
+    late("term-from-7", EITHER, from_turn(6, tokens, both)),
+    late("term-in-3", EITHER, from_turn(2, tokens, both, 3)),
+    late("alternates", EITHER, lambda s: both(s) if s.model.step % 2 else s.tokens),
     late("term-until-3", EXACT, from_turn(2, both, tokens)),
     late("classes-from-3", EXACT, from_turn(2, tokens, classes)),
     late("samples-from-5", EXACT, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
@@ -751,7 +753,7 @@ LATER = [
     late("scheduled-factor", EXACT, lambda s: s.tokens / (1 + s.model.step), cuts=(PAIRS, UNEVEN)),
     late("kind-until-3", EXACT, if_there, with_kind(range(2))),
     late("kind-from-2", GRADIENT, if_there, with_kind(range(1, LATE))),
-    late("kind-from-6", GRADIENT, if_there, with_kind(range(5, LATE))),
+    late("kind-from-6", EITHER, if_there, with_kind(range(5, LATE))),
     late("task", EXACT, by_task, with_task),
     late("unlabelled-first", EITHER, guarded_and_classes, unlabelled_in(0)),
 ]

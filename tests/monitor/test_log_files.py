@@ -1,4 +1,4 @@
-"""How log files are read: tables of every kind, settings beside them, losses that stop, huge and growing files."""
+"""How log files are read: tables of every kind, losses that stop, huge and growing files."""
 
 from __future__ import annotations
 
@@ -36,22 +36,7 @@ def test_tables_are_read_whatever_separates_their_cells(name: str, ending: str, 
     assert run.left_out == ""
 
 
-# ---- settings beside a log -------------------------------------------------------------------------------------------
-
-TRAIN = "model_name_or_path: llava\nper_device_train_batch_size: 2\n# was gradient_accumulation_steps: 8\n{}\n"
-
-
-@pytest.mark.parametrize("name", ["train.yaml", "llava1_5_lora_sft.yaml", "training_args.yaml", "train.yml"])
-@pytest.mark.parametrize("log", ["trainer_log.jsonl", "checkpoint-20/trainer_state.json"])
-def test_llama_factorys_settings_beside_a_log_are_read(log: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(TRAIN.format("gradient_accumulation_steps: 32  # G"))
-    rows = [{"current_steps": step, "step": step, "loss": 1.0} for step in range(1, 5)]
-    path = tmp_path / log
-    path.parent.mkdir(exist_ok=True)
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(json.dumps({"log_history": rows}) if log.endswith(".json") else lines)
-    (run,) = read_runs(tmp_path)
-    assert run.settings == {"accumulation": 32}
+# ---- a file beside a log --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,7 +44,6 @@ def test_llama_factorys_settings_beside_a_log_are_read(log: str, name: str, tmp_
 )
 def test_a_broken_file_beside_a_log_costs_nothing_of_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    (tmp_path / "train.yaml").write_bytes(b"\xff\xfe\x00gradient_accumulation_steps: 4")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": math.nan}]}))
     unread: list[str] = []
     assert look(read_runs(tmp_path, unread), unread=unread).exit_code == 1 and not unread

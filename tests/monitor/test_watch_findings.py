@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy
@@ -156,14 +155,14 @@ def test_the_start_of_a_run_is_no_spike() -> None:
     assert its.gradients is not None and its.gradients.spikes == ()
 
 
-@pytest.mark.parametrize("logs", [10, 20, 40])
+@pytest.mark.parametrize("logs", [2, 10, 20, 40])
 @pytest.mark.parametrize("times", [2.0, 16.0])
 def test_a_factor_is_found_on_short_curves(times: float, logs: int) -> None:
     draw = numpy.random.default_rng(logs)
     found = 0
     for _ in range(20):
         one, other = curve(draw, logs, 0.03), times * curve(draw, logs, 0.03)
-        found += compare(summarise(a_run("b", other)), summarise(a_run("a", one))).differ
+        found += compare(summarise(a_run("b", other)), summarise(a_run("a", one))).is_a_factor
     assert found >= 19
 
 
@@ -171,16 +170,8 @@ def test_a_factor_is_found_on_short_curves(times: float, logs: int) -> None:
 def test_a_factor_in_the_last_third_is_not_one_throughout(logs: int) -> None:
     draw = numpy.random.default_rng(3)
     later = numpy.where(numpy.arange(logs) < logs * 2 // 3, 1.0, 5.0)
-    text = report([a_run("a", curve(draw, logs)), a_run("b", later * curve(draw, logs))])
-    assert "throughout" not in text and "more than noise" in text
-    assert re.search(r"(4\.[5-9]|5|5\.[0-5]) times at its furthest", text)
-
-
-def test_a_run_that_turns_nan_is_no_noise() -> None:
-    draw = numpy.random.default_rng(4)
-    broken = curve(draw)
-    broken[50:] = math.nan
-    assert "not finite from step 510" in report([a_run("a", curve(draw)), a_run("b", broken)])
+    found = compare(summarise(a_run("b", later * curve(draw, logs))), summarise(a_run("a", curve(draw, logs))))
+    assert not found.is_a_factor and found.ratio < 1.2 and found.high == pytest.approx(5, rel=0.1)
 
 
 @pytest.mark.parametrize(("times", "code"), [(1.0, 0), (4.0, 1), (0.25, 1)])
@@ -196,7 +187,7 @@ def test_a_whole_factor_between_runs_is_a_finding(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main(["watch", str(tmp_path), "--no-picture"]) == code
     printed = " ".join(capsys.readouterr().out.split())
-    assert ("gradient norm is off by the same" in printed) == bool(code)
+    assert ("times its gradient norm: one factor throughout" in printed) == bool(code)
     assert ("finding" in printed) == bool(code)
 
 

@@ -1,4 +1,4 @@
-"""`watch` as its third audit asked for it: every finding, what could not be told, and the cause of a factor."""
+"""`watch` as its third audit asked for it: every finding, and what could not be told."""
 
 from __future__ import annotations
 
@@ -111,12 +111,9 @@ def test_memory_has_a_verdict_where_it_is_logged(tmp_path: Path) -> None:
 # ---- what could not be told ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("logs", "every"), [(3, 1), (5, 1), (40, 7)])
-def test_what_could_not_be_compared_is_said_and_exits_3(
-    logs: int, every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(tmp_path / "a", falling(logs))
-    rows = [{"step": 10 * every * place + every - 1, "loss": its} for place, its in enumerate(falling(logs), start=1)]
+def test_what_could_not_be_compared_is_said_and_exits_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "a", falling(40))
+    rows = [{"step": 70 * place + 1000, "loss": its} for place, its in enumerate(falling(40), start=1)]
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["watch", str(tmp_path), "--no-picture"]) == 3
@@ -131,7 +128,7 @@ def test_a_broken_run_of_a_sweep_is_named_and_the_others_compared(
     (tmp_path / "b" / "log.jsonl").write_text("not json\n")
     assert main(["watch", str(tmp_path), "--no-picture"]) == 3
     printed = capsys.readouterr().out
-    assert "c/log.jsonl against a/log.jsonl: no more than noise" in printed
+    assert "c/log.jsonl against a/log.jsonl: " in printed and "at 40 equal steps" in " ".join(printed.split())
     assert "could not read" in printed and str(tmp_path / "b" / "log.jsonl") in "".join(printed.split())
     with pytest.raises(LogsError, match=r"log\.jsonl"):
         read_runs(tmp_path)
@@ -184,53 +181,6 @@ def test_steps_that_go_down_or_back_are_put_in_order(tmp_path: Path) -> None:
 def test_the_learning_rate_is_told_once() -> None:
     words = look([a_run(falling(20), learning_rate=[1e-3] * 20)]).words
     assert words.count("learning rate") == 1
-
-
-# ---- the cause of a factor -------------------------------------------------------------------------------------------
-
-#: Samples on a device, accumulation steps: first and last loss of the published sweep (LLaMA-Factory, issue 7443) and
-#: of ours on 4.49.0 (recipes/README.md).
-PUBLISHED = {(16, 2): (6.4, 1.8), (8, 4): (13.65, 3.6), (1, 32): (138.0, 33.13)}
-OURS = {(16, 2): (5.8264, 0.7796), (8, 4): (12.0621, 1.7173), (1, 32): (125.3957, 20.9865)}
-
-
-def swept(path: Path, logs: int, cells: dict[tuple[int, int], tuple[float, float]], told: bool = True) -> None:
-    draw, rows = numpy.random.default_rng(7), []
-    for (per_device, accumulation), (first, last) in cells.items():
-        curve = last + (first - last) * numpy.exp(-5 * numpy.arange(logs) / max(logs - 1, 1))
-        settings = {"processes": 4, "per_device": per_device, "accumulation": accumulation} if told else {}
-        losses = (curve * numpy.exp(0.02 * draw.normal(size=logs))).tolist()
-        rows.append({"mode": f"stock {per_device}", **settings, "losses": losses})
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-
-
-@pytest.mark.parametrize("logs", [3, 8, 100])
-@pytest.mark.parametrize("cells", [PUBLISHED, OURS], ids=["published", "ours"])
-def test_the_cause_of_a_factor_is_the_runs_own_accumulation(
-    cells: dict[tuple[int, int], tuple[float, float]], logs: int, tmp_path: Path
-) -> None:
-    swept(tmp_path / "results.jsonl", logs, cells)
-    runs = read_runs(tmp_path)
-    found = look(runs, against=runs[0].name).findings
-    assert len(found) == 2 and all("as if the loss were not divided by them" in line for line in found), found
-    assert "their accumulation steps, 4 and 2, are 2 times apart" in found[0]
-    assert "their accumulation steps, 32 and 2, are 16 times apart" in found[1] and "times are left" in found[1]
-
-
-def test_without_settings_the_factor_stands_alone(tmp_path: Path) -> None:
-    swept(tmp_path / "results.jsonl", 100, PUBLISHED, told=False)
-    runs = read_runs(tmp_path)
-    found = look(runs, against=runs[0].name).findings
-    assert len(found) == 2 and all("scaled or logged otherwise" in line for line in found), found
-    assert not any("20" in line or "16 times" in line for line in found)
-
-
-def test_settings_are_read_from_beside_a_log(tmp_path: Path) -> None:
-    for name, steps, times in (("a", 1, 1.0), ("b", 8, 8.0)):
-        written(tmp_path / name, [times * its for its in falling(40, seed=steps)])
-        (tmp_path / name / "training_args.yaml").write_text(f"gradient_accumulation_steps: {steps}\nseed: 1\n")
-    found = look(read_runs(tmp_path))
-    assert len(found.findings) == 1 and "their accumulation steps, 8 and 1, are 8 times apart" in found.findings[0]
 
 
 # ---- one bad file hides nothing --------------------------------------------------------------------------------------
@@ -317,12 +267,9 @@ def test_a_run_that_cannot_be_judged_hides_no_other(monkeypatch: pytest.MonkeyPa
 # ---- how it is said --------------------------------------------------------------------------------------------------
 
 
-def test_three_runs_that_all_differ_are_compared_with_the_first() -> None:
+def test_runs_are_compared_with_the_first() -> None:
     runs = [Run(f"r{k}", a_run([(1 + k) ** 2 * its for its in falling(60, seed=k)]).series) for k in range(3)]
-    words = look(runs).words
-    assert "r0: the others are compared with it, the first of them: no two agree (--against)" in words
-    words = look([*runs, Run("r3", a_run(falling(60, seed=9)).series)]).words
-    assert "r0: the others are compared with it, 1 of them agrees with it (--against)" in words
+    assert "r0: the others are compared with it, the first of them (--against)" in look(runs).words
 
 
 @pytest.mark.parametrize("folder", ["a", "b" * 120, "c d " * 30])

@@ -804,6 +804,10 @@ def by_steps(m: Made) -> Tensor:
     return m.loss / m.trainer.args.gradient_accumulation_steps
 
 
+def smoothed(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores, labels, label_smoothing=0.1)
+
+
 def where_number(m: Made) -> Tensor:
     return by_steps(m) if m.number is not None and m.trainer.model_accepts_loss_kwargs else m.loss
 
@@ -996,7 +1000,9 @@ OVERRIDES: dict[str, Override] = {
             "smoothing",
             _stock,
             # Its class is not on upstream's list, so its labels are not shifted.
-            whole(own(lambda m: F.cross_entropy(m.scores.flatten(0, -2), m.labels.flatten().long(), label_smoothing=0.1))),
+            whole(
+                own(lambda m: F.cross_entropy(m.scores.flatten(0, -2), m.labels.flatten().long(), label_smoothing=0.1))
+            ),
             arguments={"label_smoothing_factor": 0.1},
             levels=CLASSES,
             plain=True,

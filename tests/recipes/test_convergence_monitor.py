@@ -64,7 +64,6 @@ def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
     by_name = {next(iter(row.values())): row for rows in tables.values() for row in rows}
     assert by_name["shuffled labels on a rank"]["found"] == "1/1" and by_name["plain, 4 ranks"]["rank_loss"] == 0
     assert by_name["40 MiB a step, 6 GiB free"]["step"] < by_name["40 MiB a step, 6 GiB free"]["full at"]
-    assert by_name["x16, 10 logs"]["told"] == 1 and by_name["x5 in the last third, 100 logs"]["throughout"] == 0
 
 
 @pytest.mark.slow

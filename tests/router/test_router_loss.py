@@ -86,7 +86,6 @@ def test_a_loop_of_ones_own(convention: Convention) -> None:
     else:
         assert apart(found, whole) > 0.1
     assert router.in_force is convention
-    assert router.depends_on_split == (convention is not Convention.EXACT)
 
 
 def test_a_micro_batch_without_weight_changes_nothing() -> None:

@@ -99,15 +99,6 @@ def test_the_option_is_one_of_two() -> None:
     assert tuple(convention.value for convention in Convention) == ROUTER_LOSSES
 
 
-def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
-    def answer(head: Head, convention: str) -> bool:
-        session = step(head, convention, 4, COEFFICIENT).trainer.__dict__[SESSION]
-        return bool(session.router_loss_depends_on_split)
-
-    assert [answer(MIXTRAL, convention) for convention in ("mean", "exact")] == [True, False]
-    assert not answer(HEADS["llama"], "mean") and not answer(HEADS["llama"], "exact")
-
-
 def test_a_loop_needs_the_models_own_loss_and_a_convention_there_is() -> None:
     with pytest.raises(OptionsError, match="'mean', 'exact'"):
         accumulation_windows([], steps=2, router_loss="best")

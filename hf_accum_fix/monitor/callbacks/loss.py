@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.loss import LossMeter
@@ -19,7 +18,6 @@ from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks
-from hf_accum_fix.monitor.series import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
@@ -27,8 +25,8 @@ logger = logging.getLogger("hf_accum_fix.monitor")
 class LossCallback(MonitorCallback):
     """`LossMeter`, and all that is judged by the loss.
 
-    `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend` (of the first metric of an
-    evaluation that is named so) and `BatchSchedule` (of a run that is resumed from a checkpoint with these logs).
+    `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss` and `AccuracyTrend` (of the first metric of an
+    evaluation that is named so).
 
     ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
     steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
@@ -52,18 +50,15 @@ class LossCallback(MonitorCallback):
         super().__init__(trainer, ranks)
         self._judge = RankLoss()
         self._trends = (LossTrend(), LossOscillation(), LossStall())
-        self._first, self._accuracy, self._schedule = FirstLoss(), AccuracyTrend(), BatchSchedule()
+        self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._last, self._logged_at = math.nan, 0
         self._of_head, self._of_trainer = LossMeter(self.ranks), LossMeter(self.ranks)
         self._check = LossCheck()
         self._steps, self._repeats, self._hook = 1, False, None
 
     def watch(self, model: Any) -> None:
-        """Listen to the model; of a resumed run, find the last batch."""
-        state = self.trainer.state
-        self._logged_at = state.global_step
-        if state.global_step:
-            self._schedule.load_state_dict(_last_batches(state.log_history))
+        """Listen to the model."""
+        self._logged_at = self.trainer.state.global_step
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
 
@@ -106,7 +101,7 @@ class LossCallback(MonitorCallback):
             self.say(trend.judge(reading, _number(logs.get("learning_rate")), _number(self.trainer.state.epoch)))
         self.say(self._first.judge(reading, verdict.guess))
         self._last = reading.mean
-        found = self._batch(reading.total.items, logs)
+        found = self._batch(reading.total.items)
         found |= {**self._of_head.logged(reading), "loss_of_a_guess": verdict.guess}
         if not verdict.is_known:
             found["loss_repeats_the_trainers"] = 1.0
@@ -115,15 +110,10 @@ class LossCallback(MonitorCallback):
             found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
         return found
 
-    def _batch(self, items: float, logs: Mapping[str, Any]) -> dict[str, float]:
+    def _batch(self, items: float) -> dict[str, float]:
         step = self.trainer.state.global_step
         steps, self._logged_at = step - self._logged_at, step
-        if steps <= 0:
-            return {}
-        found = {"items_per_step": items / steps, "ranks": float(self.ranks.size)}
-        rate = _number(logs.get("learning_rate"))
-        self.say(self._schedule.judge(found["items_per_step"], rate, self.ranks.size))
-        return found
+        return {"items_per_step": items / steps, "ranks": float(self.ranks.size)} if steps > 0 else {}
 
     def _say_scale(self, verdict: Verdict, mean: float) -> None:
         if not verdict.is_known and not self._repeats:
@@ -147,15 +137,6 @@ class LossCallback(MonitorCallback):
     def _after_forward(self, model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._check.forward(output, kwargs.get("labels"))
-
-
-def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `BatchSchedule` compares with, from a checkpoint's log; nothing where these monitors did not write it."""
-    rows = [row for row in history if f"{PREFIX}items_per_step" in row][-20:]
-    if not rows:
-        return {}
-    items = [row[f"{PREFIX}items_per_step"] for row in rows]
-    return {"items": items, "ranks": rows[-1][f"{PREFIX}ranks"], "rate": _number(rows[-1].get("learning_rate"))}
 
 
 def _number(value: Any) -> float:
