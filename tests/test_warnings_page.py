@@ -34,7 +34,6 @@ NOT_SAID = (
     ("a node outlives its loss", "an assertion"),
     ("router loss of length-balanced windows", "the name of a warning"),
     ("_ToTorchTensor _FromTorchTensor", "names of nodes"),
-    ("Add Sub Rsub Lerp Addcmul", "names of nodes"),
     ("Neg Mul Div Where", "names of nodes"),
     ("Sum Nansum Dot Mm Bmm", "names of nodes"),
 )

@@ -71,11 +71,6 @@ class Comparison:
         return self.looks[0]
 
     @property
-    def apart(self) -> bool:
-        """Whether the parts are parts of the batch."""
-        return self.split.apart
-
-    @property
     def batches(self) -> list[Mapping[str, Any]]:
         """The batch and its parts."""
         return [each.batch for each in self.looks]
@@ -85,11 +80,6 @@ class Comparison:
         """The labels that are no targets."""
         found = (each.ignored for each in (*self.whole.terms, *self.whole.inside))
         return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
-
-    @property
-    def shows_coupling(self) -> bool:
-        """Whether coupled samples would be detected."""
-        return (self.apart and self.are_distinct) or self.whole.samples == 1
 
     @property
     def are_distinct(self) -> bool:
@@ -104,7 +94,7 @@ class Comparison:
     @property
     def tolerance(self) -> float:
         """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
-        return math.inf if self.whole.drew or not self.apart else self.rounding
+        return math.inf if self.whole.drew or not self.split.apart else self.rounding
 
     def are_numbers(self, values: Sequence[float]) -> bool:
         """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""

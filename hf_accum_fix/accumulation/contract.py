@@ -189,8 +189,7 @@ class LossContract:
         # A router loss is taken from the outputs.
         unnamed = len(self.terms) - len(others) - sum(map(bool, (self.router_coefficient, self.router_z_coefficient)))
         if len({each.group for each in others}) > 1 or unnamed or (self.terms and not self.is_counted):
-            reason = "its terms count different items, and compiled code hides them"
-            return replace(self, reduction=Reduction.PLAIN, items=None, terms=(), reason=reason)
+            return self.averaged("its terms count different items, and compiled code hides them")
         return replace(self, terms=())
 
     def with_one_rule(self) -> LossContract:
@@ -218,18 +217,6 @@ class LossContract:
         of_number = dict.fromkeys(rules, 1.0)
         terms = (replace(each, rules=of_number) if each.how is How.NUMBER else each for each in self.terms)
         return replace(self, items=rules[0], terms=tuple(terms))
-
-    def fitting(self, totals: Mapping[Items, float], counted: Mapping[int, float]) -> LossContract:
-        """With the rules that count a window as its forwards did; ``counted``: N of each term, by its place."""
-
-        def fitting(rules: Mapping[Items, float], n: float) -> dict[Items, float]:
-            return {rule: ratio for rule, ratio in rules.items() if is_near(totals.get(rule, 0.0) * ratio, n)}
-
-        terms = tuple(
-            replace(each, rules=fitting(each.rules, counted[place])) if place in counted else each
-            for place, each in enumerate(self.terms)
-        )
-        return self if terms == self.terms else replace(self, terms=terms)
 
     def fitting_as_well(self, other: LossContract) -> LossContract:
         """With the rules that also counted each term in another batch: one that did not is no rule of it."""

@@ -1,16 +1,8 @@
-"""Count items, and the one number that makes plain averaging exact.
+"""Count items, and the one number that makes plain averaging exact: ``n_mean = N / (G * W)``.
 
-Over the ``W`` data-parallel ranks and the ``G`` micro-batches of one accumulation window, the exact gradient is that of
-
-    L = sum(S) / N,        S = summed loss of a micro-batch,  N = items of the whole global batch.
-
-Engines already average, over ``G`` and over ``W``. So every micro-batch gets the same denominator, the mean item count
-per micro-batch ``n_mean = N / (G * W)``, and plain averaging is exact:
-
-    1/(G W) * sum(S / n_mean) = sum(S) / N.
-
-Ranks with windows of different length each use the ``G`` that their engine divides by. A loss that is already the mean
-over its own ``n`` items is multiplied by ``n / n_mean``.
+Engines average over the ``G`` micro-batches of a window and over ``W`` data-parallel ranks. With ``S`` the summed loss
+of a micro-batch, ``N`` the items of the global batch:  ``1/(G W) * sum(S / n_mean) = sum(S) / N``.  Ranks with windows
+of different length each use the ``G`` that their engine divides by.
 """
 
 from __future__ import annotations

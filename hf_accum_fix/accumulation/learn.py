@@ -96,6 +96,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
     doubts.sort(key=lambda each: each[1] is Cause.LOG)
     doubt, cause = next(iter(doubts), ("", None))
     router = {each.router: each.product(range(len(each.factors))) for each in terms if each.router}
+    shows = (compared.split.apart and compared.are_distinct) or whole.samples == 1
     found = LossContract(
         Reduction.PLAIN,
         # A custom loss may add the router loss itself.
@@ -111,7 +112,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         added=not rest_is_mean,
         constant=rest or 0.0,
         deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
-        unchecked="" if compared.shows_coupling else "its micro-batches can neither be joined nor divided into samples",
+        unchecked="" if shows else "its micro-batches can neither be joined nor divided into samples",
         conclusive=all(_shows(each, compared) for each in judged),
     )
     means = [each for each in specs if each.how is How.MEAN]
@@ -256,7 +257,7 @@ def _judge(
         if not (rows and whole.is_own_divisor(at))
         and (
             not all(is_near(of_looks[0], each) for each in of_looks)
-            or whole.is_own_divisor(at) > compared.apart
+            or whole.is_own_divisor(at) > compared.split.apart
             or (whole.divides(at) and [*of_looks] in guarded)
         )
     )
@@ -269,7 +270,7 @@ def _judge(
     if counts:
         return _judged_mean(term.but(counts=counts), compared, before)
     doubt = f"{whole.name} is {How.PLAIN.value}"
-    if None in values or not compared.apart:
+    if None in values or not compared.split.apart:
         return term.but(doubt)
     v = [value or 0.0 for value in values]
     if v[0] == v[1] == v[2] and compared.are_distinct:
@@ -303,7 +304,7 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     """`_judge` of a term with factors that differ."""
     whole, values, spec = term.seen[0], term.values, term.spec
     d = [1 / each.product(spec.counts) if all(each.factors[at] for at in spec.counts) else 0.0 for each in term.seen]
-    if compared.apart and not is_near(d[0], d[1] + d[2], 1e-5):
+    if compared.split.apart and not is_near(d[0], d[1] + d[2], 1e-5):
         # A part without items divides by at least 1.
         without = [0.0 if n == 1 and each.value == 0 else n for n, each in zip(d, term.seen, strict=True)]
         d = without if is_near(without[0], without[1] + without[2], 1e-5) else d
@@ -321,7 +322,7 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)
-    if not compared.apart and (rules or whole.own_divisor):
+    if not compared.split.apart and (rules or whole.own_divisor):
         return mean
     if whole.rows and any(
         seen.rows * compared.whole.samples != whole.rows * look.samples
@@ -330,7 +331,7 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return term.but("it is a mean over elements of a sample, not over the samples")
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)
-    if not compared.apart or not (listed or is_near(d[0], d[1] + d[2], min(compared.rounding, 1e-5))):
+    if not compared.split.apart or not (listed or is_near(d[0], d[1] + d[2], min(compared.rounding, 1e-5))):
         return term.but(f"a factor of {whole.name} is neither a count nor a constant", Cause.COUNT)
     if None in values:
         return mean.but("two of its terms have the same value, so the log cannot separate them", Cause.LOG)

@@ -187,16 +187,12 @@ def _set_part(host: Host, counts: WindowCounts, totals: Totals, batches: Sequenc
     corrects = loss.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
     loss.windows_to_correct = max(loss.windows_to_correct - 1, 0)
     part = _part(host, totals, len(batches), corrects=corrects and not is_deepspeed(host.accelerator))
-    counts.part, contract = part, part.contract
+    counts.part = part
     if part.is_whole or not by_forwards:
         return
-    by_place = _count_by_forwards(host, batches, counts)
-    if host.readable and len(contract.rules) > 1:
-        contract = contract.fitting(_values(totals), {place: float(n) for place, n in by_place.items()})
-        loss.contract = contract
     together: Counts = {**part.totals}
-    together.update(by_place.items())
-    counts.part = replace(part, contract=contract, totals=together)
+    together.update(_count_by_forwards(host, batches, counts).items())
+    counts.part = replace(part, totals=together)
 
 
 def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts) -> dict[int, Tensor]:
@@ -254,7 +250,7 @@ def _needs_forwards(host: Host, by_rule: Totals, number: Tensor | None) -> bool:
     # Reading would wait for another device.
     if contract is None or len(by_rule) < 2 or not host.reads_are_free:
         return loss.needs_forwards
-    totals = _values(by_rule)
+    totals = dict(zip(by_rule, torch.stack([*by_rule.values()]).tolist(), strict=True))
     differ = contract.ambiguous(totals)
     if How.NUMBER in differ:
         fitting = (rule for each in contract.terms if each.how is How.NUMBER for rule in each.rules)
@@ -263,11 +259,6 @@ def _needs_forwards(host: Host, by_rule: Totals, number: Tensor | None) -> bool:
             loss.contract = contract.with_rules_of_number(upstreams)
         host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
     return How.MEAN in differ or loss.needs_forwards
-
-
-def _values(by_rule: Totals) -> dict[Items, float]:
-    """Read at once."""
-    return dict(zip(by_rule, torch.stack([*by_rule.values()]).tolist(), strict=True))
 
 
 def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> None:

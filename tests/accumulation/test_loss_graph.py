@@ -234,8 +234,6 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "logsumexp": (lambda x: x.each.logsumexp(0), "Logsumexp?"),
     "norm": (lambda x: x.logits.norm(), "LinalgVectorNorm?"),
     "variance of rows": (lambda x: x.each.var(), "Var?"),
-    "interpolated": (lambda x: torch.lerp(x.ce, x.mean, 0.25), "NllLoss *0.75 /[4] + Mean *0.25 /[6]"),
-    "with a product": (lambda x: torch.addcmul(x.ce, VALUES[-1], x.mean), "NllLoss /[4] + Mean *1 *1 /[6]"),
     "a function of one's own": (lambda x: named("OneOfOnesOwn", x.ce), "OneOfOnesOwn?"),
     "checkpoint, re-entrant": (lambda x: checkpointed(x, use_reentrant=True), "CheckpointFunction?"),
     "checkpoint": (lambda x: checkpointed(x, use_reentrant=False), "NllLoss /[4]"),
