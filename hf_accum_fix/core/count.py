@@ -187,7 +187,7 @@ def _set_part(host: Host, counts: WindowCounts, totals: Totals, batches: Sequenc
     corrects = loss.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
     loss.windows_to_correct = max(loss.windows_to_correct - 1, 0)
     part = _part(host, totals, len(batches), corrects=corrects and not is_deepspeed(host.accelerator))
-    counts.part = part
+    counts.part, counts.total = part, totals[part.contract.rules[0]] if part.contract.rules else counts.total
     if part.is_whole or not by_forwards:
         return
     together: Counts = {**part.totals}
