@@ -95,7 +95,9 @@ def test_what_was_worse_than_stock_is_said_and_has_its_fate(name: str) -> None:
     assert stock.worst > 1e-2 and ours.said[0][0] < 2 and not ours.exact
     # Micro-batches with other terms make a mixture of two windows; the third is averaged.
     settled = slice(2 * (name == "F"), None)
-    assert all(mine <= AS_STOCK * theirs for mine, theirs in zip(ours.windows[settled], stock.windows[settled]))
+    assert all(
+        mine <= AS_STOCK * theirs for mine, theirs in zip(ours.windows[settled], stock.windows[settled], strict=True)
+    )
     assert fates(case, cut)[fate] <= SAME
 
 
