@@ -157,10 +157,6 @@ class Session(Host):
         """Warn once of what the trainer does, verb first, and count this window as inexact."""
         self.warn_inexact(name, f"{self.name} {what}; the step is reported as not exact")
 
-    def inside(self, what: str) -> overridden:
-        """Let a nested call of the same override pass through."""
-        return overridden(self, "busy", self.busy | {what})
-
     def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window | None:
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
