@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations, starmap
 from typing import Any, NamedTuple
 
 from hf_accum_fix.accumulation.compare import Comparison, Setting
@@ -82,7 +83,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         judged.append(_judge(triple, place, values, compared, judged))
     specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
     doubts = [(each.doubt, each.cause) for each in judged if each.doubt]
-    if compared.split.blocks > 1 and any(each.place for each in specs):
+    if compared.split.blocks > 1 and any(starmap(_are_chunks, combinations(specs, 2))):
         # Blocks of rows that were chosen such that they fit.
         doubts.append(("it has a term for each chunk of the rows of a micro-batch", Cause.TERMS))
     if len({spec.group for spec in specs}) > 1 and any(each.shares_learnt for each in terms):
@@ -133,6 +134,12 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         return replace(found, reduction=Reduction.SUM, reason=reason)
     doubt = doubt or "none of its terms is divided by a count"
     return replace(found, doubt=doubt, reason=doubt)
+
+
+def _are_chunks(one: TermSpec, other: TermSpec) -> bool:
+    """Whether two terms may be one term of other rows."""
+    rules, others = ({replace(rule, block=None) for rule in each.rules} for each in (one, other))
+    return one.shape == other.shape and (not rules or not others or bool(rules & others))
 
 
 def _shows(term: Judged, compared: Comparison) -> bool:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Trainer
 from hf_accum_fix import observations, verify
 from tests.numerics.heads import Batch, Head, Sample, before
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import trainer_of, training_arguments
+from tests.numerics.parity import training_arguments
 from tests.trainers.custom import CLASSES, DROPS, MLM, NUMBER, WITHOUT_NUMBER, OwnStep
 from tests.trainers.runs import Case, Ordered, Run, full_batch, full_batch_loss, full_of_logits, of_logits, run
 
@@ -98,114 +98,20 @@ def penalty(model: nn.Module) -> Tensor:
     return 1e-2 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
 
 
-def with_penalty(head: Head) -> Any:
-    return lambda model, batch: 0.3 * head.reference_loss(model, batch) + penalty(model)
-
-
 def with_words(head: Head) -> Head:
     """With a column that the model does not take."""
     return replace(head, collate=lambda samples: {**head.batch(samples), "words": ["a"] * len(samples)})
 
 
-def without_words(head: Head) -> Any:
-    return lambda model, batch: head.reference_loss(model, {k: v for k, v in batch.items() if k != "words"})
-
-
-STEPS = {
-    "GLiNER, classes": Case("gliner-classes", CLASSES, OwnStep, right=True),
-    "GLiNER, tokens": Case("gliner-tokens", MLM, OwnStep),
-    "GLiNER, by the number": Case("gliner-number", NUMBER, OwnStep),
-    "GLiClass, classes": Case("gliclass-classes", with_words(CLASSES), SkippingStep, loss=without_words(CLASSES)),
-    "GLiClass, tokens": Case("gliclass-tokens", with_words(MLM), SkippingStep, loss=without_words(MLM)),
-    "GLiClass, a head that drops the number": Case(
-        "gliclass-drops", with_words(DROPS), SkippingStep, loss=without_words(DROPS)
-    ),
-    "super() by a helper": Case("helper", DROPS, StepByHelper),
-    "a penalty and a factor": Case("adding", DROPS, AddingStep, loss=with_penalty(DROPS)),
-}
-
-
-@splits
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_of_its_own_that_hands_its_loss_to_accelerate(name: str, split: tuple[int, int]) -> None:
-    case = STEPS[name]
-    # Full micro-batches of classes are right in a step that divides by itself.
-    assert_exact(case, split, stock_wrong=not case.right or split == (3, 3))
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_uncut_such_a_step_is_stocks_to_the_bit(name: str) -> None:
-    assert run(STEPS[name], (8, 1), "apply").same_bits(run(STEPS[name], (8, 1), "stock"))
-
-
-class SummedStep(OwnStep):
-    """GLiNER's by default: what it divides by the steps is a sum over the batch."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss = summed(model, inputs)
-        return (loss, {}) if return_outputs else loss
-
-
-def summed(model: Any, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(**{**batch, "labels": None}).logits, batch["labels"], reduction="sum")
-
-
-@splits
-def test_a_sum_that_such_a_step_divides(split: tuple[int, int]) -> None:
-    """The sum over the global batch, where stock trains 1/G of it; said, as it grows with the batch."""
-    case = Case("gliner-sum", CLASSES, SummedStep, loss=summed)
-    wanted = full_batch(case)
-    assert OTHER_STOCK or run(case, split, "stock").error(wanted) == pytest.approx(1 - 1 / split[1], abs=1e-9)
-    ours = run(case, split, "apply")
-    assert ours.error(wanted) <= case.floor
-    assert_logged(ours, case)
-    assert ours.exact and len(ours.warned) == 1 and "is a sum" in ours.warned[0]
-
-
-def test_a_micro_batch_that_such_a_step_skips_is_said() -> None:
-    """Its error is caught by the step itself, as in stock; the window is not called exact."""
-
-    class Fails(SkippingStep):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.is_in_train and self.state.global_step == 1 and (inputs["labels"] == 0).all():
-                raise ValueError("a bad micro-batch")
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    labels = [0, 1, 2, 1, 0, 2, 1, 2]
-    samples = [{**sample, "labels": torch.tensor(label)} for sample, label in zip(CLASSES.samples, labels, strict=True)]
-    case = Case("fails", with_words(replace(CLASSES, samples=samples)), Fails)
-    ours = run(case, (1, 8), "apply", steps=2)
-    assert ours.raised is None and not ours.exact
-    assert any("passed no loss" in each for each in ours.warned)
-
-
-# --- a step that makes its inputs -------------------------------------------------------------------------------------
-
-
 class MakesInputs(Ordered):
     """OnlineDPO's, XPO's and Nash-MD's: the loader hands it prompts, of which its step makes what the model runs."""
 
-    made = 0
-
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         model.train()
-        self.made += 1
-        loss = of_prompts(model, inputs)
+        ids = torch.stack([torch.arange(4) + len(prompt) for prompt in inputs["prompt"]])
+        loss = -F.logsigmoid(model(input_ids=ids).logits[:, 0]).mean()
         self.accelerator.backward(loss)
         return loss.detach() / self.args.gradient_accumulation_steps
-
-
-class DividesWhatItMade(MakesInputs):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        self.made += 1
-        loss = of_prompts(model, inputs) / self.args.gradient_accumulation_steps
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-def of_prompts(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    ids = torch.stack([torch.arange(4) + len(prompt) for prompt in inputs["prompt"]])
-    return -F.logsigmoid(model(input_ids=ids).logits[:, 0]).mean()
 
 
 PROMPTS = replace(
@@ -213,22 +119,26 @@ PROMPTS = replace(
     samples=[{"prompt": "x" * place} for place in range(8)],  # type: ignore[dict-item]
     collate=lambda samples: {"prompt": [sample["prompt"] for sample in samples]},
 )
+STEPS = {
+    "GLiNER, classes": Case("gliner-classes", CLASSES, OwnStep),
+    "GLiNER, by the number": Case("gliner-number", NUMBER, OwnStep),
+    "GLiClass": Case("gliclass-drops", with_words(DROPS), SkippingStep),
+    "a penalty and a factor": Case("adding", DROPS, AddingStep),
+    "prompts": Case("prompts", PROMPTS, MakesInputs),
+}
 
 
-@at((8, 1), (4, 2), (2, 4), (1, 8))
-@pytest.mark.parametrize("trainer", [MakesInputs, DividesWhatItMade])
-def test_a_step_that_makes_its_inputs(trainer: type[Trainer], split: tuple[int, int]) -> None:
-    """It is never run but to train, gets the mean over micro-batches, and is not called exact."""
-    case = Case("online", PROMPTS, trainer, loss=of_prompts)
-    wanted = full_batch(case)
-    stock, ours = run(case, split, "stock"), run(case, split, "apply")
-    if not OTHER_STOCK:
-        times = 1 if trainer is DividesWhatItMade else split[1]
-        assert stock.error(wanted) == pytest.approx(times - 1, abs=1e-9)
-    assert ours.error(wanted) <= case.floor
-    assert_logged(ours, case)
-    assert ours.trainer.made == stock.trainer.made == split[1]
+@at((8, 1), (2, 4), (3, 3))
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_its_own_is_stocks_to_the_bit_and_said(name: str, split: tuple[int, int]) -> None:
+    stock, ours = run(STEPS[name], split, "stock"), run(STEPS[name], split, "apply")
+    assert ours.same_bits(stock)
     assert not ours.exact and len(ours.warned) == (split[1] > 1)
+
+
+@splits
+def test_a_step_that_calls_super_by_a_helper(split: tuple[int, int]) -> None:
+    assert_exact(Case("helper", DROPS, StepByHelper), split)
 
 
 # --- what a trainer or a model holds ----------------------------------------------------------------------------------
@@ -401,28 +311,12 @@ def test_a_hinge_that_is_zero_for_most_samples(split: tuple[int, int]) -> None:
     assert_exact(Case("hinge", head, of_logits(hinge), loss=full_of_logits(hinge)), split)
 
 
-LABELS = torch.randint(0, 5, (6, 8), generator=torch.Generator().manual_seed(0)).tolist()
-
-
 @at((4, 2), (2, 4))
-@pytest.mark.parametrize("labels", [[1, 1, 1, 1, 0, 2, 2, 0], [0, 1] * 4, *LABELS], ids=str)
-def test_few_pairs_keep_stocks_scale(labels: list[int], split: tuple[int, int]) -> None:
-    """The log of 1 plus a sum over pairs, which no weight makes right: the batch has pairs that its parts have not."""
-    case = Case("cosent", labelled(*labels), **COSENT)
-    stock, ours = run(case, split, "stock"), run(case, split, "apply")
-    assert ours.moved and ours.same_bits(stock)
-    assert not ours.exact and len(ours.warned) == 1
-
-
-def test_many_pairs_get_the_mean_over_micro_batches() -> None:
-    """The gradient of such a log is a mean over pairs, for many pairs in every part as well as for the batch."""
-    texts = [*text(), *text(seed=1)]
-    samples = [{**sample, "labels": torch.tensor(place * 5 % 16)} for place, sample in enumerate(texts)]
-    case = Case("many pairs", replace(CLASSES, samples=samples), **COSENT)
-    wanted = full_batch(case)
-    stock, ours = run(case, (8, 2), "stock"), run(case, (8, 2), "apply")
-    assert ours.error(wanted) < 0.4 and (OTHER_STOCK or stock.error(wanted) > 0.8)
-    assert not ours.exact and len(ours.warned) == 1
+def test_pairs_are_averaged_and_said(split: tuple[int, int]) -> None:
+    """The log of 1 plus a sum over pairs, which no weight makes right."""
+    case = Case("cosent", labelled(1, 1, 1, 1, 0, 2, 2, 0), **COSENT)
+    ours = run(case, split, "apply")
+    assert ours.moved and not ours.exact and len(ours.warned) == 1
 
 
 # --- rows in groups ---------------------------------------------------------------------------------------------------
@@ -597,24 +491,6 @@ def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads:
     by_mode = {mode: [each.error for each in report.results if each.mode == mode] for mode in ("stock", "apply()")}
     assert max(by_mode["stock"]) > 0.1 and max(by_mode["apply()"]) <= 1e-14
     assert len(by_mode["apply()"]) == 4 and any("collates nothing" in note for note in report.notes)
-
-
-@pytest.mark.slow
-def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
-    head = with_words(MLM)
-    trainer = trainer_of(head, tmp_path, SkippingStep)
-    report = verify(trainer)
-    assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
-    assert all(each.loss_ratio == pytest.approx(1) for each in report.results if each.mode == "apply()")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", [MakesInputs, DividesWhatItMade])
-def test_verify_runs_a_step_that_makes_its_inputs(trainer: type[Trainer], tmp_path: Path) -> None:
-    found = trainer_of(PROMPTS, tmp_path, trainer)
-    ours = [each for each in verify(found, splits=[(8, 1), (2, 4), (1, 8)]).results if each.mode == "apply()"]
-    assert len(ours) == 3 and found.made == 0
-    assert all(each.error <= 1e-14 and each.loss_ratio == pytest.approx(1) for each in ours)
 
 
 @pytest.mark.slow
