@@ -134,8 +134,9 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
     """
     labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
-    gathered = host.all_of((len(batches), bool(labels), held, host.state.loss.reconsiders, host.state.troubled), error)
-    lengths, labelled, found, changed, troubled = zip(*gathered, strict=True)
+    loss = host.state.loss
+    told = (len(batches), bool(labels), held, loss.reconsiders, host.state.troubled, loss.labels)
+    lengths, labelled, found, changed, troubled, observed = zip(*host.all_of(told, error), strict=True)
     if any(troubled):
         raise StandAsideError
     if len({length if host.shards else bool(length) for length in lengths}) > 1:
@@ -145,6 +146,8 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
             f"got {ranks.by_rank(found)}; expected labels on every rank or on none; look at the collator and its "
             "inputs on the rank without"
         )
+    # One loss on all ranks; where each has labels of its own it is the first rank's.
+    loss.labels = next((each for each in observed if each is not None), None)
     return any(changed)
 
 

@@ -93,8 +93,8 @@ def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest
         model_wrapped=model,
     )
     session = Session(trainer, Options())
-    session.state.losses.first.contract = contract
-    assert Window(session, [{}], WindowCounts(parts=[part]), done=1).close(model) is None
+    session.state.loss.contract = contract
+    assert Window(session, [{}], WindowCounts(part, torch.ones(()), []), done=1).close(model) is None
     assert session.state.inexact == 1
     assert "is not exact: its loss has other terms" in caplog.text
 
