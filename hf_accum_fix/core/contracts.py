@@ -160,7 +160,7 @@ def _say(host: Host) -> None:
             f"balance_windows: got {host.head}: {reason}; length-balancing would change its loss; expected a mean "
             "over items or a sum; omit balance_windows"
         )
-    if not (loss.has_target or loss.is_settled):
+    if contract.reason == NO_TARGET_SEEN and not loss.is_settled:
         return
     if contract.reduction is Reduction.SUM:
         host.warn_once("sum", f"{host.head}: the loss is a sum, so it grows with the global batch.")

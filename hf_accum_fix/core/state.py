@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.items import Labels
 
 #: The first windows, in each of which the loss is observed, by other samples.
@@ -41,11 +41,6 @@ class LossState:
     windows_to_correct: int = 0
     reconsiders: bool = False
     reconsidered: int = 0
-
-    @property
-    def has_target(self) -> bool:
-        """Whether it was observed on targets."""
-        return self.contract is not None and self.contract.reason != NO_TARGET_SEEN
 
     @property
     def is_settled(self) -> bool:
