@@ -31,8 +31,7 @@ logger = logging.getLogger("hf_accum_fix")
 NUMBERS = (7919, 3571, 5557)
 #: Why a loss that is exact in one split is not believed.
 _OF_ONE = "its terms add up in one micro-batch, and not with more samples or less padding: it depends on the split"
-#: The number in one look, to see whether the loss divides by it: no count, and small, so that 16 bits keep what is
-#: divided by it.
+#: The number in one look, to see whether the loss divides by it: no count, and small enough for 16 bits.
 SHOWN = 37.5
 
 
@@ -261,8 +260,7 @@ class _Observation:
     def _needs_number(self, found: LossContract) -> bool:
         """Whether the base's loss has to get the number that a custom loss passes on.
 
-        Its own mean is no substitute if it is called for each row, returns a sum without the number, or is inside what
-        cannot be read.
+        Its own mean is no substitute if it is called for each row, returns a sum, or is inside what cannot be read.
         """
         kept_back = self.loss.kept_back()
         return kept_back > 1 or (kept_back > 0 and any(each.how in (How.SUM, How.PLAIN) for each in found.terms))

@@ -52,8 +52,7 @@ def hands_number(compute_loss: Callable[..., Any]) -> bool:
 def scales_itself(trainer: TrainerLike) -> bool:
     """Whether a trainer declares that its loss is already divided by the accumulation steps.
 
-    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is not callable keeps
-    the Trainer from dividing.
+    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is not callable.
     """
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
     func = getattr(trainer, "compute_loss_func", None)
