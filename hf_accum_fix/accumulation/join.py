@@ -44,9 +44,14 @@ class Split(NamedTuple):
     apart: bool = True
 
     @property
+    def are_distinct(self) -> bool:
+        """Whether the parts are different batches: not of a doubled one."""
+        return self.one is not self.other
+
+    @property
     def shows_coupling(self) -> bool:
-        """Whether coupled samples would be detected: not by a doubled batch."""
-        return self.apart and self.one is not self.other
+        """Whether coupled samples would be detected."""
+        return self.apart and self.are_distinct
 
     @property
     def pads(self) -> bool:

@@ -3,8 +3,7 @@
     loss = sum over terms of  (product of the term's factors) * (sum over the elements of the term's leaf)
 
 Reading takes no forward, no tensor operation and no wait for the device. Anything else (a root, a product of two terms,
-compiled code) becomes an unreadable term with that node as its leaf. `ROWS` lists the nodes; their names and attributes
-are the same from torch 2.2.2 to 2.15.0.
+compiled code) becomes an unreadable term with that node as its leaf.
 """
 
 from __future__ import annotations
