@@ -24,7 +24,7 @@ from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
 from hf_accum_fix.engines.precision import WindowGradient, rounding_words
 from hf_accum_fix.engines.reached import Reached
-from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, is_cut, measured_divisor
+from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, is_cut, measured_divisor, other_samples
 from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
