@@ -12,8 +12,7 @@
             log(window.mean_loss())
 
 A window is fetched whole and counted over all ranks by one collective, before its first loss, and may be shorter at the
-end of an epoch. How the model reduces its loss is observed in the first window, as under the Trainer. Nothing waits for
-the device until a number is read.
+end of an epoch. How the model reduces its loss is observed in the first window, as under the Trainer.
 """
 
 from __future__ import annotations

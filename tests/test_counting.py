@@ -14,7 +14,7 @@ from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.core.contracts import remarks, settle
+from hf_accum_fix.core.contracts import remark, settle
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.host import Facts
 from hf_accum_fix.core.loop_host import LoopHost
@@ -110,12 +110,8 @@ def test_what_is_settled_is_observed_no_more() -> None:
 
 
 def test_a_loss_that_no_window_has_shown_is_said_once() -> None:
-    [(kind, words)] = remarks("Head", ZERO, ATTEMPTS)
-    assert kind == "inexact"
-    found = (
-        f"Head: after {ATTEMPTS} windows it is not sure that the loss {ZERO}: the loss of samples with targets is zero."
-    )
-    assert words == f"{found} It is reported as not exact."
+    found = f"after {ATTEMPTS} windows it is not sure that the loss {ZERO}: the loss of samples with targets is zero."
+    assert remark(ZERO, ATTEMPTS) == f"{found} It is reported as not exact."
 
 
 @pytest.mark.parametrize("trouble", [ContractError("no loss"), torch.cuda.OutOfMemoryError("out of memory")], ids=repr)

@@ -82,11 +82,6 @@ class Comparison:
         return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
 
     @property
-    def are_distinct(self) -> bool:
-        """Whether the parts are different batches."""
-        return self.looks[1].batch is not self.looks[2].batch
-
-    @property
     def rounding(self) -> float:
         """Relative, of the loss's values."""
         return 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)

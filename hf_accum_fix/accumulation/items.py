@@ -77,12 +77,10 @@ class Items:
     """A rule that counts the items of a micro-batch from its inputs.
 
     Attributes:
-        keys: the inputs that hold the targets; the first is counted, and a dummy target is written to all. Empty: the
-            items are the samples.
+        keys: the inputs that hold the targets; the first is counted. Empty: the items are the samples.
         ignore_index: value of a position that is no target (0 in a mask); None: every element is a target.
         shift: the loss drops position 0 of the last axis, as causal heads do.
-        mask: an input of the same shape whose zeros also remove positions from the loss (LLaVA's attention mask up to
-            4.51).
+        mask: an input of the same shape whose zeros are no targets either (LLaVA's attention mask up to 4.51).
         width_of: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering
             clamps answers outside the text to that width and ignores it).
         entry: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or

@@ -44,9 +44,14 @@ class Split(NamedTuple):
     apart: bool = True
 
     @property
+    def are_distinct(self) -> bool:
+        """Whether the parts are different batches: not of a doubled one."""
+        return self.one is not self.other
+
+    @property
     def shows_coupling(self) -> bool:
-        """Whether coupled samples would be detected: not by a doubled batch."""
-        return self.apart and self.one is not self.other
+        """Whether coupled samples would be detected."""
+        return self.apart and self.are_distinct
 
     @property
     def pads(self) -> bool:
@@ -213,8 +218,7 @@ def take_rows(batch: Batch, rows: Sequence[int], height: int = 0) -> dict[str, A
 def join(one: Batch, other: Batch, blocks: int = 1) -> dict[str, Any] | None:
     """Two micro-batches as one, padded on the side where they are; None where that cannot be done safely.
 
-    Several ``blocks``: the first one's and the other's part of the first block, then of the second. A batch joined with
-    itself keeps what has no rows.
+    Several ``blocks``: both parts of the first, then of the second. A batch joined with itself keeps what has no rows.
     """
     if any(map(_is_of_graph, one)):
         return None

@@ -96,7 +96,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
     doubts.sort(key=lambda each: each[1] is Cause.LOG)
     doubt, cause = next(iter(doubts), ("", None))
     router = {each.router: each.product(range(len(each.factors))) for each in terms if each.router}
-    shows = (compared.split.apart and compared.are_distinct) or whole.samples == 1
+    shows = compared.split.shows_coupling or whole.samples == 1
     found = LossContract(
         Reduction.PLAIN,
         # A custom loss may add the router loss itself.
@@ -148,7 +148,7 @@ def _shows(term: Judged, compared: Comparison) -> bool:
         # One value of all samples (a policy's ratios, which begin at 1) does not show what their weights depend on.
         one, *others = term.values
         alike = one and all(each and is_near(one, each) for each in others)
-        blank = alike and term.seen[0].weighs and len(term.spec.counts) == 1 and compared.are_distinct
+        blank = alike and term.seen[0].weighs and len(term.spec.counts) == 1 and compared.split.are_distinct
         return not (blank or term.spec.counted[0] == 0.0)
     return term.spec.how not in (How.CONSTANT, How.PLAIN) or term.seen[0].learnt or 0.0 not in term.values
 
@@ -273,7 +273,7 @@ def _judge(
     if None in values or not compared.split.apart:
         return term.but(doubt)
     v = [value or 0.0 for value in values]
-    if v[0] == v[1] == v[2] and compared.are_distinct:
+    if v[0] == v[1] == v[2] and compared.split.are_distinct:
         # Zero is inconclusive.
         return term.but(how=How.CONSTANT)
     # A part of zero is inconclusive, unless there is no factor that may be a count of at least 1.
@@ -350,7 +350,7 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
 def _unreadable(term: Judged, compared: Comparison) -> Judged:
     """A term whose divisor is hidden: of a known kernel, the first rule by which its parts add up to the whole."""
     whole, values, batches = term.seen[0], term.values, compared.batches
-    if None not in values and compared.are_distinct:
+    if None not in values and compared.split.are_distinct:
         if values[0] == values[1] == values[2] and not whole.layered:
             return term.but(how=How.CONSTANT)
         known = whole.name.startswith(DECLARED)

@@ -1,7 +1,6 @@
 """What one node of an autograd graph does to a number: it passes it on, adds, multiplies, reduces or stacks it.
 
-`ROWS` lists the nodes; their names and attributes are the same from torch 2.2.2 to 2.15.0. Asking runs no operation on
-a device, and does not wait for it.
+`ROWS` lists the nodes, which are the same from torch 2.2.2 to 2.15.0. Asking does not wait for a device.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class NotSavedError(Exception):
 class Factor(NamedTuple):
     """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
 
-    ``node``: the product or quotient with a learnt number: a parameter, or a function of parameters; None: the number
-    has no gradient.
+    ``node``: the product or quotient with a learnt number, a function of parameters; None: it has no gradient.
     """
 
     value: Tensor | float
@@ -191,11 +189,6 @@ def is_number(node: Any, left: int = 2 * _MOST_NODES) -> bool:
         return True
     adds = left > 0 and does(node) in ("add", "factor")
     return adds and all(is_number(each, left - 1) for each, _ in live_edges(node))
-
-
-def adds_a_number(node: Any) -> bool:
-    """Whether a node adds a single number to every element of a tensor."""
-    return does(node) == "add" and sorted(shape_of(each) == () for each, _ in live_edges(node)) == [False, True]
 
 
 def own_divisor(node: Any, does: str, below: Any) -> list[Factor]:

@@ -23,7 +23,7 @@ from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size, with_own_steps
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
-from hf_accum_fix.accumulation.rules import listed_targets, targets_padding
+from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -31,8 +31,7 @@ logger = logging.getLogger("hf_accum_fix")
 NUMBERS = (7919, 3571, 5557)
 #: Why a loss that is exact in one split is not believed.
 _OF_ONE = "its terms add up in one micro-batch, and not with more samples or less padding: it depends on the split"
-#: The number in one look, to see whether the loss divides by it: no count, and small, so that 16 bits keep what is
-#: divided by it.
+#: The number in one look, to see whether the loss divides by it: no count, and small enough for 16 bits.
 SHOWN = 37.5
 
 
@@ -151,6 +150,7 @@ class _Observation:
             self.loss.hand_on()
             self.setting = replace(self.setting, hands_number=True)
             found = self._learnt()
+        found = self._with_rule_of_number(found)
         found = with_kept_size(found, self.whole, self.window) if self.setting.custom or self.setting.func else found
         found = with_own_steps(found, self.whole, self.setting, adds=self.loss.kept_back() > 0)
         scale = own_scale(found, self.whole, self.setting)
@@ -262,11 +262,28 @@ class _Observation:
     def _needs_number(self, found: LossContract) -> bool:
         """Whether the base's loss has to get the number that a custom loss passes on.
 
-        Its own mean is no substitute if it is called for each row, returns a sum without the number, or is inside what
-        cannot be read.
+        Its own mean is no substitute if it is called for each row, returns a sum, or is inside what cannot be read.
         """
         kept_back = self.loss.kept_back()
         return kept_back > 1 or (kept_back > 0 and any(each.how in (How.SUM, How.PLAIN) for each in found.terms))
+
+    def _with_rule_of_number(self, found: LossContract) -> LossContract:
+        """The contract with the rule by which a custom loss over the number would divide, if it got none."""
+        pairs = terms_of(found, self.whole) if found.custom and not self.setting.func else []
+        hidden, batch = any(spec.how is How.NUMBER and not seen.targets for spec, seen in pairs), self.whole.batch
+        if not self.ranks.any(hidden):
+            return found
+        self._restore()
+        divisors = set[float]()
+        try:
+            for term in self._look(batch, None).terms:
+                divisors |= {value for at, value in enumerate(term.factors) if term.divides(at)}
+        except Exception:
+            logger.debug("a loss needs its number", exc_info=True)
+        fitting = [rule for rule in ways_of_counting(batch) if float(rule.count(batch)) in divisors]
+        upstreams = [number_rule(batch, self.window, self.setting)]
+        fitting = [*(each for each in upstreams if each in fitting), *fitting]
+        return found.with_rules_of_number([*dict.fromkeys(fitting)]) if hidden and fitting else found
 
     def _depends_on_number(self, found: LossContract) -> bool:
         """Whether a loss that is not exact depends on the number, which no term shows."""

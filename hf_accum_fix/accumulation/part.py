@@ -34,8 +34,7 @@ class Part:
         is_whole: one micro-batch is the global batch.
         device: of counts.
         mean: n_mean, 0-dim.
-        number: num_items_in_batch for a loss that cannot do without: N / W, rounded up; a loss that divides by it is
-            multiplied by number / n_mean.
+        number: num_items_in_batch for a loss that needs one: N / W, rounded up; it is multiplied by number / n_mean.
         means: n_mean times `remaining_divisor`, by rule and place as ``totals``.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
         mixed: one had other terms.

@@ -119,8 +119,7 @@ def preserved_state(
         model: its modes, buffers, parameters, generators and attributes are kept.
         others: more objects whose attributes are kept, such as a trainer.
         leave: objects that are not followed, such as data sets.
-        sharded: an engine moves the parameters in every forward, and changes the modules: only buffers, modes and
-            ``others`` are kept.
+        sharded: an engine moves parameters and changes modules: only buffers, modes and ``others`` are kept.
     """
     if sharded:
         state = with_buffers(PythonState(*others, leave=leave), model)

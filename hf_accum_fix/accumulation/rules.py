@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.items import Items
 
-#: Blocks of rows that a term may count alone: chosen texts, before the rejected ones (ORPO, CPO, DPO with rpo_alpha);
-#: reference texts, after both (TPO).
+#: Blocks of rows that a term may count alone: chosen texts before rejected ones (ORPO, CPO), reference texts (TPO).
 BLOCKS = ((0, 2), (2, 3))
 
 
@@ -48,8 +47,7 @@ def matching_rules(
             in_proportion[rule] = ratio
     found = {rule: 1.0 for rule, ratio in in_proportion.items() if _is_close(ratio, 1.0)}
     if batches[1] is not batches[2] and all(counts):
-        # Elements: several for each item, or several items for each; a part without any leaves one number, which every
-        # rule is in proportion to.
+        # Elements: several for each item, or several items for each; every rule is in proportion to one number alone.
         whole = {rule for rule, n in in_proportion.items() if any(_is_close(each, round(each)) for each in (n, 1 / n))}
         found |= {rule: ratio for rule, ratio in in_proportion.items() if rule in whole and rule not in found}
     mixed = None if found else _mixed(counts, batches)

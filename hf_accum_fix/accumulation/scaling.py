@@ -22,8 +22,7 @@ def scale_of(
         part: of the window, that has its loss.
         inputs: the micro-batch; the scaled loss of a `ZeroWeightBatch` is zero, but for router terms.
         items: n by each rule, 0-dim; None: to be counted.
-        own_loss: a compute_loss_func, which may return a constant without a graph where it finds no target, so it gets
-            one, and n_mean as the number.
+        own_loss: a compute_loss_func, which gets n_mean as the number, and a target where there is none.
 
     Returns:
         The inputs of its forward; num_items_in_batch, 0-dim (None: not passed); the factor of its loss (None: 1).

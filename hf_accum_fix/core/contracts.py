@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -167,33 +167,30 @@ def _say(host: Host) -> None:
             f"balance_windows: got {host.head}: {reason}; length-balancing would change its loss; expected a mean "
             "over items or a sum; omit balance_windows"
         )
-    if not (loss.has_target or loss.is_settled):
+    if contract.reason == NO_TARGET_SEEN and not loss.is_settled:
         return
+    if contract.reduction is Reduction.SUM:
+        host.warn_once("sum", f"{host.head}: the loss is a sum, so it grows with the global batch.")
+    stays = contract.as_stock or (contract.custom and host.scales_itself)
     # Even a global batch of one micro-batch may have a wrong number.
     matters = host.is_split or (contract.by_number and not contract.conclusive)
-    stays = contract.as_stock or (contract.custom and host.scales_itself)
-    outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
-    for name, message in remarks(host.head, contract, loss.attempts, outcome=outcome):
-        if name == "sum" or matters:
-            host.warn_once(name, message)
+    if matters and (words := remark(contract, loss.attempts, stays=stays)):
+        host.warn_once("inexact", f"{host.head}: {words}")
 
 
-def remarks(
-    head: str, found: LossContract, attempts: int, *, outcome: str = "gets the plain mean over micro-batches"
-) -> Iterator[tuple[str, str]]:
-    """The warnings for a contract in force, each with a name; none where it is exact.
+def remark(found: LossContract, attempts: int, *, stays: bool = False) -> str:
+    """Why a contract is not exact after so many ``attempts``, and what its loss gets; empty: it is.
 
-    ``attempts``: windows that were observed; ``outcome``: what happens to a loss that no rule counts.
+    ``stays``: as the trainer scales it.
     """
-    if found.reduction is Reduction.SUM:
-        yield "sum", f"{head}: the loss is a sum, so it grows with the global batch."
     if found.reduction is Reduction.PLAIN:
+        outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
         why = "it is unknown whether the split changes it."
         if found.coupled:
             why = "its samples are coupled, so it depends on the split. coupled_loss='exact' trains the whole window's."
-        yield "inexact", f"{head}: {found.reason}. It {outcome}: {why}"
-    elif found.doubt:
-        yield "inexact", f"{head}: {found.doubt}. It is reported as not exact."
-    elif not found.conclusive:
-        words = f"after {attempts} windows it is not sure that the loss {found}: {found.reason}"
-        yield "inexact", f"{head}: {words}. It is reported as not exact."
+        return f"{found.reason}. It {outcome}: {why}"
+    unsure = (
+        "" if found.conclusive else f"after {attempts} windows it is not sure that the loss {found}: {found.reason}"
+    )
+    doubt = found.doubt or unsure
+    return f"{doubt}. It is reported as not exact." if doubt else ""

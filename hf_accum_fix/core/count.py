@@ -92,10 +92,11 @@ def count_window(
     if mixed:
         host.report_inexact(others or "another rank has a micro-batch with other labels: the window is averaged")
     by_rule = dict(zip(rules, items, strict=False))
-    corrects = loss.windows_to_correct > 0 and not is_deepspeed(host.accelerator)
-    part = _part(host, by_rule, len(batches), corrects=corrects, averages=mixed)
+    # What a custom loss divides by the number of the global batch stays as it is.
+    averages = mixed and not (loss.contract.custom and loss.contract.by_number)
+    part = _part(host, by_rule, len(batches), averages=averages)
     counts = WindowCounts(part, items[0] if rules else zero, each, None if number is None else items[-1])
-    planning = partial(_plan, host, counts, by_rule, batches, routing, averages=mixed)
+    planning = partial(_plan, host, counts, by_rule, batches, routing, averages=averages)
     # On several ranks the others wait for this one until they hear of it, in the next window.
     if not host.contained("planning a window", planning, several):
         raise StandAsideError
@@ -170,29 +171,31 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
         )
 
 
-def _part(host: Host, totals: Totals, micro_batches: int, *, corrects: bool, averages: bool = False) -> Part:
+def _part(host: Host, totals: Totals, micro_batches: int, *, averages: bool) -> Part:
     """The denominators of a window; ``averages``: it is not weighted."""
-    contract = host.contract
+    contract, loss = host.contract, host.state.loss
     assert contract is not None
     n: dict[Items | int, Tensor] = {rule: totals[rule] for rule in contract.rules} or {Items(): host.zero}
     contract = contract.averaged("its labels differ") if averages else contract
+    corrects = loss.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
+    loss.windows_to_correct = max(loss.windows_to_correct - 1, 0)
+    corrects = corrects and not is_deepspeed(host.accelerator)
     return Part(contract, n, micro_batches, host.data_ranks, corrects, engine_divisor(host.accelerator))
 
 
 def _set_part(host: Host, counts: WindowCounts, totals: Totals, batches: Sequence[Any]) -> None:
-    """Set the denominators of a window."""
-    loss = host.state.loss
-    # First, since the contract may change.
+    """Count by forwards what the rules of a window do not, or not alike."""
     by_forwards = _needs_forwards(host, totals, counts.number)
-    corrects = loss.windows_to_correct > 0 or (host.data_ranks == 1 and host.corrects_alone)
-    loss.windows_to_correct = max(loss.windows_to_correct - 1, 0)
-    part = _part(host, totals, len(batches), corrects=corrects and not is_deepspeed(host.accelerator))
-    counts.part, counts.total = part, totals[part.contract.rules[0]] if part.contract.rules else counts.total
-    if part.is_whole or not by_forwards:
-        return
-    together: Counts = {**part.totals}
-    together.update(_count_by_forwards(host, batches, counts).items())
-    counts.part = replace(part, totals=together)
+    contract, part = host.contract, counts.part
+    assert contract is not None
+    if rules := contract.rules:
+        # Upstream's rule of a number may have been chosen just now.
+        counts.total, part = totals[rules[0]], replace(part, totals={rule: totals[rule] for rule in rules})
+    counts.part = part = replace(part, contract=contract)
+    if by_forwards and not part.is_whole:
+        together: Counts = {**part.totals}
+        together.update(_count_by_forwards(host, batches, counts).items())
+        counts.part = replace(part, totals=together)
 
 
 def _count_by_forwards(host: Host, batches: Sequence[Any], counts: WindowCounts) -> dict[int, Tensor]:

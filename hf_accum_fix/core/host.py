@@ -24,7 +24,7 @@ from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
 from hf_accum_fix.engines.precision import WindowGradient, rounding_words
 from hf_accum_fix.engines.reached import Reached
-from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, have_other_samples, is_cut, measured_divisor
+from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, is_cut, measured_divisor, other_samples
 from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
@@ -130,14 +130,9 @@ class Host(ABC):
         """Before context parallelism cuts the first window: warn if ranks that share a sample got different ones."""
         if self.over_ranks is not None:
             return
-        compared = partial(have_other_samples, self.accelerator, batches, self.gather)
-        if self.contained("comparing the samples of ranks", compared, False):
-            self.warn_inexact(
-                "other samples",
-                f"{self.name}: got different samples on ranks that share one; expected the same, or parts of several "
-                "are mixed; set dispatch_batches=False (accelerator_config of the Trainer, DataLoaderConfiguration of "
-                "accelerate), and give these ranks the same data and seed",
-            )
+        compared = partial(other_samples, self.accelerator, batches, self.gather)
+        if words := self.contained("comparing the samples of ranks", compared, ""):
+            self.warn_inexact("other samples", f"{self.name}: {words}")
 
     def complete_shards(self, batches: Sequence[Any]) -> None:
         """Before a window of cut samples is counted: give it its labels, and find what the engine divides by."""

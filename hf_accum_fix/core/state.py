@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.items import Labels
 
 #: The first windows, in each of which the loss is observed, by other samples.
@@ -45,11 +45,6 @@ class LossState:
     reconsidered: int = 0
     mixed: bool = False
     last_mixed: int = -1
-
-    @property
-    def has_target(self) -> bool:
-        """Whether it was observed on targets."""
-        return self.contract is not None and self.contract.reason != NO_TARGET_SEEN
 
     @property
     def is_settled(self) -> bool:

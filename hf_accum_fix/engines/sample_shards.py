@@ -134,8 +134,8 @@ def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable
     return partial(type(accelerator).maybe_context_parallel, accelerator, **cut)
 
 
-def have_other_samples(accelerator: Any, batches: Sequence[Any], gather: Callable[[list[Any]], list[Any]]) -> bool:
-    """Whether ranks that share a sample were given different ones: a collective.
+def other_samples(accelerator: Any, batches: Sequence[Any], gather: Callable[[list[Any]], list[Any]]) -> str:
+    """What to do where ranks that share a sample were given different ones, empty: they were not; a collective.
 
     ``batches``: not cut yet; ``gather``: concatenates the lists of all ranks.
     """
@@ -146,7 +146,13 @@ def have_other_samples(accelerator: Any, batches: Sequence[Any], gather: Callabl
         # What has no bytes is not compared; the other ranks are waiting.
         seen = 0
     found = {*gather([(together, seen)])}
-    return len(found) > len({ranks for ranks, _ in found})
+    if len(found) == len({ranks for ranks, _ in found}):
+        return ""
+    return (
+        "got different samples on ranks that share one; expected the same, or parts of several are mixed; set "
+        "dispatch_batches=False (accelerator_config of the Trainer, DataLoaderConfiguration of accelerate), and give "
+        "these ranks the same data and seed"
+    )
 
 
 def _hash_of(batches: Sequence[Any]) -> int:

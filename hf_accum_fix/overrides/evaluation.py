@@ -67,7 +67,10 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
             sums.add_(torch.stack([torch.where(items > 0, loss.to(sums) * items, torch.zeros_like(items)), items]))
         return result
 
-    with session.inside("evaluation_loop"), overridden(trainer, "prediction_step", prediction_step):
+    with (
+        overridden(session, "busy", session.busy | {"evaluation_loop"}),
+        overridden(trainer, "prediction_step", prediction_step),
+    ):
         output = wrapped(*args, **kwargs)
     total, items = trainer.accelerator.reduce(sums, reduction="sum") if session.world_size > 1 else sums
     # The fifth argument in every release.

@@ -60,7 +60,6 @@ class Session(Host):
     Attributes:
         window: the open one; None: there is none.
         base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
-        replaced_step: see `trainer_facts.replaced_step`; None: the base's step runs micro-batches.
         func: the trainer's ``compute_loss_func``; None: it has none.
         computed_by: what computed the loss when it was observed.
         requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
@@ -93,7 +92,6 @@ class Session(Host):
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
         self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
         self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
-        self.replaced_step = facts_of.replaced_step(trainer)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -156,10 +154,6 @@ class Session(Host):
     def not_exact(self, name: str, what: str) -> None:
         """Warn once of what the trainer does, verb first, and count this window as inexact."""
         self.warn_inexact(name, f"{self.name} {what}; the step is reported as not exact")
-
-    def inside(self, what: str) -> overridden:
-        """Let a nested call of the same override pass through."""
-        return overridden(self, "busy", self.busy | {what})
 
     def open(self, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window | None:
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
@@ -320,7 +314,7 @@ class Session(Host):
             upstream_number=None if number is None else float(number),
         )
         made_later = not all(isinstance(batch, Mapping) for batch in batches)
-        if made_later or self.replaced_step is not None:
+        if made_later or facts_of.replaces_step(trainer):
             reason = MADE_LATER if made_later else MADE_BY_STEP
             plain = LossContract(Reduction.PLAIN, custom=True, as_stock=True, doubt=reason, reason=reason)
             return Facts(setting, unobserved=plain)

@@ -52,8 +52,7 @@ def hands_number(compute_loss: Callable[..., Any]) -> bool:
 def scales_itself(trainer: TrainerLike) -> bool:
     """Whether a trainer declares that its loss is already divided by the accumulation steps.
 
-    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is not callable keeps
-    the Trainer from dividing.
+    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is not callable.
     """
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
     func = getattr(trainer, "compute_loss_func", None)
@@ -79,19 +78,16 @@ def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
     return trainer.compute_loss if is_custom(trainer, "compute_loss") else None
 
 
-def replaced_step(trainer: TrainerLike) -> Callable[..., Any] | None:
-    """A custom ``training_step`` that never calls the base's, as its code shows; None: there is none, or it does.
+def replaces_step(trainer: TrainerLike) -> bool:
+    """Whether a custom ``training_step`` never calls the base's, as its code shows.
 
     It is not run to find out, since a step may change what it is run on.
     """
     steps: list[Any] = [vars(trainer).get("training_step")]
     for cls in takewhile(lambda cls: cls.__module__ not in _OURS, type(trainer).__mro__):
         steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
-    for step in (each for each in steps if each is not None):
-        bare = inspect.unwrap(step)
-        if getattr(bare, "__module__", "") not in _OURS and not _calls_base(type(trainer), bare):
-            return step  # type: ignore[no-any-return]
-    return None
+    bare = (inspect.unwrap(step) for step in steps if step is not None)
+    return any(getattr(each, "__module__", "") not in _OURS and not _calls_base(type(trainer), each) for each in bare)
 
 
 def _calls_base(cls: type, function: Any) -> bool:

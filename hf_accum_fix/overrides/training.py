@@ -73,7 +73,6 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     if is_custom(trainer, "get_batch_samples"):
         yield trainer, "get_batch_samples", _count_returned
     yield accelerator, "backward", _backward
-    yield accelerator, "clip_grad_norm_", _clip
     yield trainer, "log", _log
     yield trainer, "_load_callback_state", _resume
     if session.context_parallel:
@@ -123,7 +122,7 @@ def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwarg
     if "get_batch_samples" in session.busy or not (session in _TRAINING or enabled()):
         return wrapped(*args, **kwargs)
     error: Exception | None = None
-    with session.inside("get_batch_samples"):
+    with overridden(session, "busy", session.busy | {"get_batch_samples"}):
         try:
             # Upstream's gather would be a second collective, which a rank without micro-batches does not join.
             with overridden(trainer.args, "average_tokens_across_devices", False):
@@ -214,13 +213,6 @@ def _backward(session: Session, original: Original, *args: Any, **kwargs: Any) -
             session.gradient.finish()
         if session.is_split:
             session.not_exact("second backward", "calls accelerator.backward outside Trainer.training_step")
-    return original(*args, **kwargs)
-
-
-def _clip(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """``accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
-    if session.base_loss is None and session.accelerator.sync_gradients:
-        _close_unfinished(session)
     return original(*args, **kwargs)
 
 
