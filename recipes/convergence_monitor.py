@@ -170,7 +170,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
             continue
         reading, rank_norms, norm_reading, held = meter.read(), gradients.read(), norms.read(), memory.read()
         alarms.say(alignment.judge(reading))
-        alarms.say(gradients.judge(rank_norms, reading))
+        alarms.say(gradients.judge(rank_norms))
         alarms.say(norms.judge(norm_reading))
         alarms.say(memory.judge(held))
         alarms.say(pace.judge(pace.read()))

@@ -184,7 +184,7 @@ class Monitor:
             self._say(self._accuracy.judge(reading.mean, accuracy))
         for each in watching:
             its = readings[each]
-            self._say(each.judge(its, reading) if isinstance(each, RankGradients) else each.judge(its))
+            self._say(each.judge(its))
             found |= each.logged(its)
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:

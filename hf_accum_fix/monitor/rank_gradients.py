@@ -6,7 +6,7 @@ Symptom: the norm of the averaged gradient is healthy, or nan, and does not show
     gradients.attach(ddp_model)                      # before the first backward
     ...
     reading = gradients.read()                       # at every log: one device sync, one collective
-    alarms.say(gradients.judge(reading, losses))     # losses: a LossMeter's reading, if there is one
+    alarms.say(gradients.judge(reading))
 
 DistributedDataParallel shows the local gradient to its communication hook alone, bucket by bucket, once a window (the
 accumulated gradient of all its micro-batches). It takes one hook: pass the one you use. The default hook below
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,7 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.gathered import Gathered
-from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
-from hf_accum_fix.monitor.two_ranks import OF_NORMS, OF_NORMS_BESIDE_LOSSES
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -78,9 +76,8 @@ class RankGradients(Gathered[RankGradientsReading]):
         self._ranks = ranks or TorchRanks()
         self._squares: list[Tensor] = []
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
-        self._shifts, self._first = Shifts(OF_NORMS, OF_NORMS_BESIDE_LOSSES), 0.0
+        self._shifts, self._first = Shifts(), 0.0
         self._carried: list[tuple[float, ...]] = []
-        self._losses: tuple[Moments, ...] = ()
         self.worst: Deviation | None = None
 
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, state: Any = None) -> None:
@@ -145,14 +142,8 @@ class RankGradients(Gathered[RankGradientsReading]):
         steps = int(table[:, -1].min())
         return RankGradientsReading(tuple(map(tuple, table[:, :steps].tolist())))
 
-    def judge(self, reading: RankGradientsReading, losses: LossReading | None = None) -> Alarm | None:
-        """The alarm that this reading completes, if any. Every rank judges alike, without communication.
-
-        Args:
-            reading: the norms.
-            losses: of the same steps. Of two ranks, what they explain is no deviation: harder data have larger
-                gradients. None: not known.
-        """
+    def judge(self, reading: RankGradientsReading) -> Alarm | None:
+        """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
         if len(reading.norms) < 2:
             return None
         broken = {
@@ -169,9 +160,6 @@ class RankGradients(Gathered[RankGradientsReading]):
                 f"the gradient of rank {named} is not finite while the others' are finite, and so spoils the average; "
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
-        if losses is not None:
-            before = self._losses or (Moments(),) * len(losses.ranks)
-            self._losses = tuple(carried + new for carried, new in zip(before, losses.ranks, strict=True))
         self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < max(step) < math.inf]
         if len(self._carried) < _FEWEST:
             return None
@@ -191,13 +179,10 @@ class RankGradients(Gathered[RankGradientsReading]):
         if len(steps) < _FEWEST:
             self._carried = self._carried[-_MOST_CARRIED:]
             return None
-        means, self._carried, self._losses = [its.mean for its in self._losses], [], ()
+        self._carried = []
         norm = median(fmean(step) for step in steps)
         self._first = self._first or norm
         found = deviations(steps, max(_TOLERANCE, _TOLERANCE_OF_FIRST * (self._first / norm) ** 2))
-        if len(means) == 2 and all(0 < its < math.inf for its in means):
-            apart = math.log(means[0] / means[1])
-            found = [replace(its, beside=sign * apart) for its, sign in zip(found, (1, -1), strict=True)]
         shifted = self._shifts.add(found, len(reading.norms))
         self.worst = self._shifts.worst
         if shifted is None:

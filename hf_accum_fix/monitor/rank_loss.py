@@ -17,7 +17,6 @@ import math
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.two_ranks import OF_LOSSES
 
 LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its precision or device"
 #: Difference, as a share of the mean loss, that nobody would act upon; the same at the first mean loss: it grows with
@@ -40,7 +39,7 @@ class RankLoss:
     """
 
     def __init__(self, micro_batches: int = 8) -> None:
-        self._shifts, self._micro_batches = Shifts(OF_LOSSES), micro_batches
+        self._shifts, self._micro_batches = Shifts(), micro_batches
         self._carried: tuple[Moments, ...] = ()
         self._same, self._first = 0, 0.0
         self.worst: Deviation | None = None

@@ -51,7 +51,7 @@ def test_a_healthy_run_alarms_at_most_once_in_a_thousand_logs(items: str, ranks:
 def test_a_planted_rank_is_named(items: str, ranks: int) -> None:
     draw = numpy.random.default_rng(7)
     judge = RankLoss()
-    alarms = [judge.judge(a_reading(draw, ranks, 10, items, 100 + log, shift=0.5)) for log in range(12)]
+    alarms = [judge.judge(a_reading(draw, ranks, 10, items, 100 + log, shift=0.5)) for log in range(40)]
     first = next(alarm for alarm in alarms if alarm is not None)
     assert first.kind == f"rank-loss-{ranks - 1}"
     assert "look at this rank's data shard, its seed" in first.message and "above" in first.message

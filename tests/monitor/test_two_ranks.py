@@ -202,7 +202,7 @@ def planted_gradient(rank: int) -> dict[str, Any]:
         gradients.attach(wrapped)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         alarms = []
-        for step, (points, labels) in enumerate(batches(80, RANK_BATCH * 2), start=1):
+        for step, (points, labels) in enumerate(batches(400, RANK_BATCH * 2), start=1):
             mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH)
             loss = cross_entropy(wrapped(points[mine]), labels[mine]) * (factor if rank == 1 else 1.0)
             optimizer.zero_grad()

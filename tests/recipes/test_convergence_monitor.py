@@ -27,9 +27,9 @@ def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> N
 
 #: Steps of a short run, and the alarm that it has to end with, by the fault.
 FAULTS = {
-    "data": (120, "rank-loss-1"),
+    "data": (400, "rank-loss-1"),
     "seed": (60, "ranks-see-the-same-data"),
-    "scale": (200, "rank-gradient-1"),
+    "scale": (400, "rank-gradient-1"),
     "replica": (120, "replicas-differ"),
     "batch-norm": (60, "batch-norm-stale-parameters"),
     "leak": (300, "memory-grows-1"),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.callbacks.loss import labels_counted, take_trained
-from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.callbacks.loss import labels_counted
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
-from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.ranks import Ranks
@@ -60,27 +58,11 @@ class RankGradientsCallback(MonitorCallback):
     monitor: RankGradients | None = None
     _model: Any = None
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
-        super().__init__(trainer, ranks)
-        self._meter = LossMeter(self.ranks)
-
     def watch(self, model: Any) -> None:
         if self.ranks.size > 1 and self._model is not model:
             self._model, self.monitor, gradients = model, None, RankGradients(self.ranks)
             gradients.attach(model)
             self.monitor = gradients
-
-    def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
-        take_trained(self._meter, loss, labels_counted(inputs), items)
-
-    def gathered(self) -> Sequence[Gathered[Any]]:
-        return () if self.monitor is None else (self.monitor, self._meter)
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        if self.monitor is None:
-            return {}
-        self.say(self.monitor.judge(readings[self.monitor], readings[self._meter]))
-        return self.monitor.logged(readings[self.monitor])
 
 
 class NoiseScaleCallback(MonitorCallback):
