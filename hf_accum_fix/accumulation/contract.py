@@ -290,7 +290,7 @@ class LossContract:
         """What is not exact is the stock Trainer's if it ``takes_number``, else its micro-batches are averaged."""
         if self.exact or self.cause is Cause.LOG or not (self.doubt or self.reduction is Reduction.PLAIN):
             return self
-        return replace(self.averaged(self.doubt or self.reason), as_stock=takes_number and self.conclusive)
+        return replace(self.averaged(self.doubt or self.reason), as_stock=takes_number)
 
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""

@@ -156,7 +156,9 @@ class _Observation:
         scale = own_scale(found, self.whole, self.setting)
         found = self._with_doubts(found, norm, scale)
         depends = self._depends_on_number(found) or found.by_number or How.NUMBER in {each.how for each in found.terms}
-        found = found.of_two_fates(takes_number=(depends or scale is not None) and self.setting.has_stock)
+        # Where nothing has shown yet how it is scaled, a trainer that names the steps may do that by itself.
+        takes_number = depends or scale is not None if found.conclusive else bool(self.setting.own_steps)
+        found = found.of_two_fates(takes_number=takes_number and self.setting.has_stock)
         if found.items is None and found.hands_number:
             # Its number counts as upstream's does.
             found = replace(found, items=number_rule(self.whole.batch, self.window, self.setting))

@@ -37,6 +37,7 @@ class Part:
         number: num_items_in_batch for a loss that needs one: N / W, rounded up; it is multiplied by number / n_mean.
         means: n_mean times `remaining_divisor`, by rule and place as ``totals``.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
+        mixed: one had other terms.
     """
 
     contract: LossContract
@@ -46,6 +47,7 @@ class Part:
     is_corrected: bool = True
     engine_divisor: int = 1
     changed: str = field(default="", init=False)
+    mixed: bool = field(default=False, init=False)
     #: Divisor and prediction of each micro-batch, and the first one's constant factor, by the place of a `TermSpec`.
     _noted: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
     _constants: dict[int, float] = field(default_factory=dict, init=False)

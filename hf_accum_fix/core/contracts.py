@@ -58,7 +58,7 @@ def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exce
     loss = host.state.loss
     if not (asked or not loss.is_settled or (host.data_ranks == 1 and loss.reconsiders)):
         return
-    again = check_alike(host, batches, error)
+    again, mixed = check_alike(host, batches, error)
     loss.reconsiders = False
     loss.reconsidered += again
     if not (again or not loss.is_settled):
@@ -94,6 +94,13 @@ def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exce
             found = replace(plain, reason="looking at its loss failed on a rank")
     assert found is not None
     if loss.contract is not None and not loss.contract.yields_to(found):
+        opened, before = host.state.opened, loss.last_mixed
+        loss.last_mixed = opened if mixed else before
+        if mixed and opened - before == 1:
+            # Twice in a row, and nothing that is looked at shows it: CenterNet's sum where nothing is to be found.
+            reason = "some of its micro-batches have other terms than those that are looked at"
+            stays = loss.contract.by_number and host.has_stock
+            loss.use_contract(replace(loss.contract.averaged(reason), as_stock=stays))
         return
     if host.world_size == 1 or not host.readable:
         # Several ranks correct a window only after one has found a difference.
@@ -126,17 +133,17 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
     return found.by_rule() if is_compiled(host.model) else found
 
 
-def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> bool:
+def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> tuple[bool, bool]:
     """Check, before the ranks run forwards together, that all fetched a window, with labels or without.
 
     Returns:
-        Whether any rank reconsiders its loss.
+        Whether any rank reconsiders its loss, and whether one had micro-batches with other terms.
     """
     labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
     loss = host.state.loss
-    told = (len(batches), bool(labels), held, loss.reconsiders, host.state.troubled, loss.labels)
-    lengths, labelled, found, changed, troubled, observed = zip(*host.all_of(told, error), strict=True)
+    told = (len(batches), bool(labels), held, loss.reconsiders, host.state.troubled, loss.labels, loss.mixed)
+    lengths, labelled, found, changed, troubled, observed, mixed = zip(*host.all_of(told, error), strict=True)
     if any(troubled):
         raise StandAsideError
     if len({length if host.shards else bool(length) for length in lengths}) > 1:
@@ -148,7 +155,7 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
         )
     # One loss on all ranks; where each has labels of its own it is the first rank's.
     loss.labels = next((each for each in observed if each is not None), None)
-    return any(changed)
+    return any(changed), any(mixed)
 
 
 def _say(host: Host) -> None:

@@ -186,8 +186,12 @@ def _part(host: Host, totals: Totals, micro_batches: int, *, averages: bool) -> 
 def _set_part(host: Host, counts: WindowCounts, totals: Totals, batches: Sequence[Any]) -> None:
     """Count by forwards what the rules of a window do not, or not alike."""
     by_forwards = _needs_forwards(host, totals, counts.number)
-    assert host.contract is not None
-    counts.part = part = replace(counts.part, contract=host.contract)
+    contract, part = host.contract, counts.part
+    assert contract is not None
+    if rules := contract.rules:
+        # Upstream's rule of a number may have been chosen just now.
+        counts.total, part = totals[rules[0]], replace(part, totals={rule: totals[rule] for rule in rules})
+    counts.part = part = replace(part, contract=contract)
     if by_forwards and not part.is_whole:
         together: Counts = {**part.totals}
         together.update(_count_by_forwards(host, batches, counts).items())

@@ -32,6 +32,8 @@ class LossState:
         windows_to_correct: so many of the next windows have their gradient multiplied by predicted over seen items.
         reconsiders: it is observed again in the next window.
         reconsidered: how often that was done.
+        mixed: in the window before, micro-batches of this rank had other terms than the contract.
+        last_mixed: the window after the last for which a rank said so, and looks showed nothing new.
     """
 
     contract: LossContract | None = None
@@ -41,6 +43,8 @@ class LossState:
     windows_to_correct: int = 0
     reconsiders: bool = False
     reconsidered: int = 0
+    mixed: bool = False
+    last_mixed: int = -1
 
     @property
     def is_settled(self) -> bool:

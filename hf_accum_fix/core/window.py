@@ -113,6 +113,7 @@ class Window:
         unread = host.contained(_READING, self._differs, None)
         if unread is not None:
             state.unread = state.unread + unread.long()
+        loss.mixed = part.mixed
         if host.knows_other_ranks and (part.changed or (isinstance(times, float) and part.contract.rules)):
             loss.reconsider()
         if times is not None:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.losses.cases import CASES, INEXACT, attack, in_own, several, texts
+from tests.losses.cases import CASES, EITHER, INEXACT, attack, in_own, several, texts
 from tests.losses.fates import SAME, fates
 from tests.losses.models import model_itself, points
 from tests.losses.seen import Points, Seen, Texts, full
-from tests.losses.verdicts import PAIRS, SINGLES, by_trainer, faults
+from tests.losses.verdicts import AS_STOCK, PAIRS, SINGLES, by_trainer
 from tests.numerics.heads import Sample
 from tests.numerics.parity import StockRecorder
 from tests.trainings import Case, Cut
@@ -62,13 +62,13 @@ def over_padding(s: Seen) -> Tensor:
 
 
 def on_heatmaps(name: str, loss: Any, cut: Cut) -> Case:
-    return attack(name, INEXACT, model_itself, lambda: Points(loss, out=4), several(2, heatmaps), cuts=(cut,))
+    return attack(name, EITHER, model_itself, lambda: Points(loss, out=4), several(4, heatmaps), cuts=(cut,))
 
 
 #: Which of the two each gets, by the letter of the attack that found it worse than stock.
 ATTACKED: Mapping[str, tuple[str, Case]] = {
     "F": ("averaged", on_heatmaps("f-centernet", centernet, SINGLES)),
-    "G": ("averaged", on_heatmaps("g-sum-beside-a-mean", sum_beside_a_mean, PAIRS)),
+    "G": ("exact", on_heatmaps("g-sum-beside-a-mean", sum_beside_a_mean, PAIRS)),
     "H": (
         "stock",
         attack("h-two-backwards", INEXACT, full(lambda s: s.tokens + s.classes), Texts, several(2), TwoBackwards),
@@ -92,8 +92,12 @@ def test_what_was_worse_than_stock_is_said_and_has_its_fate(name: str) -> None:
     fate, case = ATTACKED[name]
     cut = case.cuts[0]
     stock, ours = by_trainer(case, cut, "stock"), by_trainer(case, cut, "apply")
-    assert stock.worst > 1e-2
-    assert not faults(ours, case, stock, cut)
+    assert stock.worst > 1e-2 and ours.said[0][0] < 2 and not ours.exact
+    # Micro-batches with other terms make a mixture of two windows; the third is averaged.
+    settled = slice(2 * (name == "F"), None)
+    assert all(
+        mine <= AS_STOCK * theirs for mine, theirs in zip(ours.windows[settled], stock.windows[settled], strict=True)
+    )
     assert fates(case, cut)[fate] <= SAME
 
 
