@@ -571,7 +571,7 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
         # At the end of the data no rank has one, and there is nothing to say.
         counts = count_window(_rank([0.0] * (9 + bool(reduction.rules)), reduction), [])
         assert counts is not None and counts.each == []
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, True, "3", False, False)), *said])
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, True, "3", False, False, None, False)), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
         check_alike(_rank([]), [], None)
     assert not agree([]).conclusive

@@ -49,28 +49,11 @@ def has_parameter(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def router_coefficients(model: nn.Module) -> tuple[float, float]:
-    """The configuration's coefficients of the load-balancing loss and the z-loss; 0.0: none."""
-    return _configured(model, "router_aux_loss_coef", "aux_loss_coef"), _configured(model, "router_z_loss_coef")
-
-
-def has_z_loss(model: nn.Module) -> bool:
-    """Whether the configuration has a z-loss over all positions, padding among them (Bamba)."""
-    return bool(_configured(model, "z_loss_coefficient"))
-
-
 def decoder_pad(model: nn.Module) -> int | None:
     """The token that pads the texts of an encoder-decoder's decoder; None: there is no decoder, or it is unknown."""
     config = getattr(model, "config", None)
     token = getattr(config, "pad_token_id", None) if getattr(config, "is_encoder_decoder", False) else None
     return token if isinstance(token, int) else None
-
-
-def _configured(model: nn.Module, *names: str) -> float:
-    config = getattr(model, "config", None)
-    holders = (config, getattr(config, "text_config", None))
-    values = (getattr(holder, name, None) for holder in holders for name in names)
-    return next((float(value) for value in values if isinstance(value, (int, float))), 0.0)
 
 
 def products_are_rounded(model: nn.Module) -> bool:

@@ -178,7 +178,7 @@ class _Reader:
                 yield _unread(node, path)
 
     def _reduced(self, node: Any, does: str, path: Path) -> Iterator[Term]:
-        """The terms of a mean or sum; several where it reduces stacked numbers."""
+        """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
         multiplies = type(node).__name__.startswith(nodes.PRODUCTS)
         stacked, below = self._stacked(node, does), live_edges(node)[0]
         # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
@@ -193,10 +193,18 @@ class _Reader:
                 part = path.below(one.edge[0], *one.factors)
                 yield from self.terms(one.edge, replace(part, added=True) if one.added else part)
             return
-        inner = list(_inner(below)) if self.deep and does != "loss" else []
-        own = nodes.own_divisor(node, does, below[0])
-        whole = path.times(*inner, *own)
-        yield Term(type(node).__name__, node, whole, rows=len(stacked), divides=bool(own), within=len(inner))
+        parts = [(below, path)]
+        if does == "mean" and nodes.adds_a_number(below[0]):
+            # mean(x + number) = mean(x) + number
+            parts = [(each, path.below(each[0], *factors)) for each, factors in nodes.summands(below[0])]
+        for each, part in parts:
+            if len(parts) > 1 and shape_of(each[0]) == ():
+                yield from self.terms(each, part)
+                continue
+            inner = list(_inner(each)) if self.deep and does != "loss" else []
+            own = nodes.own_divisor(node, does, each[0])
+            whole = part.times(*inner, *own)
+            yield Term(type(node).__name__, node, whole, rows=len(stacked), divides=bool(own), within=len(inner))
 
     def _stacked(self, node: Any, does: str) -> list[stacks.Part]:
         """The numbers that a node reduces; empty: it reduces a tensor, or what was not saved tells."""

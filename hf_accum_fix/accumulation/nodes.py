@@ -191,6 +191,11 @@ def is_number(node: Any, left: int = 2 * _MOST_NODES) -> bool:
     return adds and all(is_number(each, left - 1) for each, _ in live_edges(node))
 
 
+def adds_a_number(node: Any) -> bool:
+    """Whether a node adds a single number to every element of a tensor."""
+    return does(node) == "add" and sorted(shape_of(each) == () for each, _ in live_edges(node)) == [False, True]
+
+
 def own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
     """What a mean divides by itself; empty: it is a sum."""
     if does == "sum" or getattr(node, "_saved_reduction", 0) == 2:

@@ -54,10 +54,7 @@ def own_scale(found: LossContract, whole: Look, setting: Setting) -> float | Non
 
 
 def with_kept_size(found: LossContract, whole: Look, window: Sequence[Mapping[str, Any]]) -> LossContract:
-    """The contract with sums over a constant that equals the samples of a micro-batch taken for a mean, and said.
-
-    A trainer divides by its batch size, which it may have kept as it was made.
-    """
+    """The contract with a doubt where a sum is divided by the samples of a micro-batch, which a trainer has kept."""
     sizes = {float(sample_count(batch)) for batch in window}
     for spec, seen in terms_of(found, whole):
         divides = (abs(seen.factors[place]) for place in range(len(seen.factors)) if seen.divides(place))

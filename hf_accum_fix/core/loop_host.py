@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import has_z_loss, requires_number, wants_number
+from hf_accum_fix.accumulation.declared import requires_number, wants_number
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.host import Facts, Host
@@ -26,11 +25,11 @@ from hf_accum_fix.engines.sample_shards import (
     attention_over_ranks,
     axis_size,
     check_attention,
-    cut_by_trainer,
-    cut_whole,
+    cut_in_place,
 )
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
+from hf_accum_fix.router.router_loss import has_z_loss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 Batch = Mapping[str, Any]
@@ -60,16 +59,10 @@ class LoopHost(Host):
 
     @contextmanager
     def cut(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """Around a window: under context parallelism its samples are cut in place, and by nobody a second time."""
-        if not self.context_parallel:
-            yield
-            return
-        self.compare_samples(batches)
-        prepare = cut_by_trainer(self.accelerator)
-        for each in batches:
-            cut_whole(prepare, nn.Identity(), each)
-        # A loop that was written for accelerate cuts each micro-batch itself.
-        with overridden(self.accelerator, "maybe_context_parallel", lambda *_, **__: nullcontext()):
+        """Around a window: under context parallelism its samples are cut in place."""
+        if self.context_parallel:
+            self.compare_samples(batches)
+        with cut_in_place(self.accelerator, batches) if self.context_parallel else nullcontext():
             yield
 
     def attention(self, model: nn.Module, batch: Batch) -> AbstractContextManager[Any]:

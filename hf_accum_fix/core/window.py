@@ -7,8 +7,7 @@ for each micro-batch:
 window.close(model)                                 # compares divisors with the prediction
 
 If the losses of a window divided by ``N seen`` items and its rules predicted ``N predicted``, the gradient is too large
-by ``N seen / N predicted``, and is divided by that before the optimizer step. Reading these numbers would wait for a
-GPU, so a window is corrected there without reading, if its loss was observed to need it.
+by ``N seen / N predicted``, and is divided by that before the optimizer step, on a GPU without reading these numbers.
 """
 
 from __future__ import annotations

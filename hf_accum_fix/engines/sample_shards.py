@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
@@ -132,6 +133,26 @@ def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable
     cut = {"buffers": [unread], "buffer_seq_dims": [1], "no_restore_buffers": {unread}}
     # Its own may be replaced, for a loop that would cut again.
     return partial(type(accelerator).maybe_context_parallel, accelerator, **cut)
+
+
+def is_one_of(inputs: Mapping[str, Any], cut: Sequence[Any]) -> bool:
+    """Whether inputs have the tokens of a micro-batch that was ``cut``; only a copy of them is waited for."""
+    name = "input_ids"
+    own, others = inputs.get(name), [each[name] for each in cut if name in each]
+    if own is None or any(own is each for each in others):
+        return own is not None
+    return any(own.shape == each.shape and own.to(each.device).equal(each) for each in others)
+
+
+@contextmanager
+def cut_in_place(accelerator: Any, batches: Sequence[Any]) -> Iterator[None]:
+    """Around a loop's window: its micro-batches are cut in place, and by nobody a second time."""
+    prepare = cut_by_trainer(accelerator)
+    for each in batches:
+        cut_whole(prepare, nn.Identity(), each)
+    # A loop that was written for accelerate cuts each micro-batch itself.
+    with overridden(accelerator, "maybe_context_parallel", lambda *_, **__: nullcontext()):
+        yield
 
 
 def other_samples(accelerator: Any, batches: Sequence[Any], gather: Callable[[list[Any]], list[Any]]) -> str:

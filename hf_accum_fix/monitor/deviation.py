@@ -155,8 +155,8 @@ def _of_others(differences: ndarray) -> ndarray:
 #: Readings of two ranks that are compared; how many parts of them, which share of the mean difference each of these
 #: has to show, and how far the mean is (a normal deviate). Chosen by recipes/simulated_runs.py on seeds 97001 and 97002
 #: (32 runs of 500 logs a healthy case), and judged on seed 20,000,001 (24) as well: of both together 0.9 false alarms
-#: in 1,000 logs by losses and 1.0 by gradients where a strong difficulty persists for 100 micro-batches, 0.1 at most
-#: in every other case. A plain t has to be above 20 for that, and misses a gradient x1.5.
+#: in 1,000 logs by losses and 1.0 by gradients where a strong difficulty persists for 100 micro-batches, 0.4 where
+#: shards are memorised, 0.1 at most in every other case. A plain t has to be above 20, and misses a gradient x1.5.
 _COMPARED, _PARTS, _SHOWN, _FAR = 30, 6, 2 / 3, 3.7
 #: Most errors that one reading counts for.
 _MOST_ERRORS = 60.0
@@ -172,7 +172,7 @@ class TwoRanks:
     """
 
     def __init__(self) -> None:
-        # Of each reading: the difference, the same in errors, and the tolerance in errors.
+        # Of each reading: the difference, the same in errors, and what of this is beyond the tolerance.
         self._last = deque[tuple[float, float, float]](maxlen=_COMPARED)
         self._spread, self._since, self._fewest = Spread(2), 0, _COMPARED
 
@@ -182,17 +182,17 @@ class TwoRanks:
             _, before, _ = self._last[0]
             self._spread.add([before, -before])
         deviate = min(max(its.deviate, -_MOST_ERRORS), _MOST_ERRORS)
-        self._last.append((its.difference, deviate, its.tolerance / its.error if its.error else 0.0))
+        beyond = max(1 - its.tolerance / abs(its.difference), 0.0) if its.difference else 0.0
+        self._last.append((its.difference, deviate, deviate * beyond))
         self._since += 1
         if self._since < self._fewest:
             return False
-        differences, deviates, tolerances = zip(*self._last, strict=True)
+        differences, _, far = zip(*self._last, strict=True)
         mean, length = fmean(differences), _COMPARED // _PARTS
         parts = [fmean(differences[start : start + length]) for start in range(0, _COMPARED, length)]
         lasts = all(part * mean > _SHOWN * mean**2 for part in parts)
         spread, freedom = self._spread.of(0)
-        beyond = max(abs(fmean(deviates)) - fmean(tolerances), 0.0) * math.sqrt(_COMPARED) / spread
-        if not lasts or normal_of_student(beyond, freedom) < _FAR:
+        if not lasts or normal_of_student(abs(fmean(far)) * math.sqrt(_COMPARED) / spread, freedom) < _FAR:
             return False
         self._since, self._fewest = 0, 2 * self._fewest
         return True

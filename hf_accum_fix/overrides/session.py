@@ -34,6 +34,7 @@ from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
 from hf_accum_fix.router.load_balancing import LENDER
+from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
@@ -203,7 +204,7 @@ class Session(Host):
         is_causal = any(each.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for each in classes)
         loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=is_causal and not self.cuts_samples)
         # The smoothed loss uses the logits alone.
-        coefficients = declared.router_coefficients(self.bare(trainer.model))
+        coefficients = router_coefficients(self.bare(trainer.model))
         for name, coefficient in zip(("aux_loss", "z_loss"), coefficients, strict=True):
             if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
@@ -310,7 +311,7 @@ class Session(Host):
             own=facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.data_ranks),
             own_steps=facts_of.own_numbers(trainer, {self.steps, len(batches)}, 1),
             has_stock=compute_loss is not None or func is not None or not _NUMBER_DROPPED,
-            has_z_loss=compute_loss is None and func is None and declared.has_z_loss(bare),
+            has_z_loss=compute_loss is None and func is None and has_z_loss(bare),
             upstream_number=None if number is None else float(number),
         )
         made_later = not all(isinstance(batch, Mapping) for batch in batches)
@@ -323,7 +324,7 @@ class Session(Host):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
         if self.cuts_samples and compute_loss is None and type(trainer.label_smoother) is LabelSmoother:
             # One part of a sample shows no count.
-            if any(declared.router_coefficients(bare)):
+            if any(router_coefficients(bare)):
                 doubt = "a router loss is added to smoothed labels"
             smoothed = LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
             return Facts(setting, unobserved=smoothed)

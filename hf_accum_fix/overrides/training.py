@@ -19,7 +19,7 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.engines.engine import is_being_made
-from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards
+from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards, is_one_of
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.loader import get_train_dataloader, skip_first_batches
@@ -91,16 +91,9 @@ def _load_random_state(session: Session, original: Original, *args: Any, **kwarg
 
 def _not_cut_again(session: Session, original: Original, model: nn.Module, inputs: Any) -> Any:
     """A step gets samples that were cut as their window was counted."""
-    window, ids = session.window, "input_ids"
-    cut = [] if window is None or ids not in inputs else [each[ids] for each in window.batches if ids in each]
-    # A step may copy them; only then is it waited for.
-    if any(inputs[ids] is each for each in cut) or any(_equal(inputs[ids], each) for each in cut):
+    if session.window is not None and is_one_of(inputs, session.window.batches):
         return attention_over_ranks(session.trainer.accelerator, inputs), inputs
     return original(model, inputs)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.to(other.device).equal(other)
 
 
 def hand_back(options: Options) -> None:

@@ -334,3 +334,20 @@ def _other_calls(found: int, wanted: int) -> ContractError:
         f"got {found} calls of {FUNCTION} in one micro-batch; expected {wanted}, as in the "
         'first one; use router_loss="mean"'
     )
+
+
+def router_coefficients(model: nn.Module) -> tuple[float, float]:
+    """The configuration's coefficients of the load-balancing loss and the z-loss; 0.0: none."""
+    return _configured(model, "router_aux_loss_coef", "aux_loss_coef"), _configured(model, "router_z_loss_coef")
+
+
+def has_z_loss(model: nn.Module) -> bool:
+    """Whether the configuration has a z-loss over all positions, padding among them (Bamba)."""
+    return bool(_configured(model, "z_loss_coefficient"))
+
+
+def _configured(model: nn.Module, *names: str) -> float:
+    config = getattr(model, "config", None)
+    holders = (config, getattr(config, "text_config", None))
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((float(value) for value in values if isinstance(value, (int, float))), 0.0)

@@ -125,6 +125,8 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "sum": (lambda x: F.cross_entropy(x.logits, TARGETS, reduction="sum"), "NllLoss"),
     "without a target": (lambda x: F.cross_entropy(x.logits, torch.full((6,), -100)), "NllLoss /[0]"),
     "rows": (lambda x: F.cross_entropy(x.logits, TARGETS, reduction="none").mean(), "Mean /[6]"),
+    "numbers added to every element": (lambda x: (x.each + 2 * x.ce).mean(), "Mean /[6] + NllLoss *2 /[4]"),
+    "numbers taken from every element": (lambda x: (x.each - x.ce).mean(), "Mean /[6] + NllLoss *-1 /[4]"),
     "the largest": (lambda x: x.each.topk(2).values.mean(), "Topk?"),
     "the second largest": (lambda x: x.logits.kthvalue(2).values.mean(), "Kthvalue?"),
     "smoothed": (

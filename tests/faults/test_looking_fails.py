@@ -50,7 +50,7 @@ FAULTS = [
     ("core.host", "Host.read"),
     ("core.window", "weigh"),
     ("overrides.session", "Session.facts"),
-    ("core.contracts", "remarks"),
+    ("core.contracts", "remark"),
 ]
 CUT = (2, 2)
 
@@ -104,7 +104,7 @@ def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None
 
 
 #: These run once the window's losses are weighted.
-AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "remarks")
+AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "remark")
 
 
 def two_terms(s: Seen) -> Tensor:
