@@ -219,17 +219,18 @@ def count_by_rules(
         ContractError: on several ranks, if a micro-batch lacks it: failing on one rank would leave the others waiting.
     """
     each: list[Counts] = [{} for _ in window]
-    one, nothing = (make((), dtype=count_dtype(device), device=device) for make in (torch.ones, torch.zeros))
-    totals = list[Tensor]()
+    totals, dtype = list[Tensor](), count_dtype(device)
     for rule in rules:
         counted = [
             rule.count(inputs, device) if several_ranks or rule.has_targets(inputs) else None for inputs in window
         ]
         known = [count for count in counted if count is not None]
-        mean = torch.stack(known).mean() if len(known) < len(counted) and known else one
-        for items, count in zip(each, counted, strict=True):
-            items[rule] = mean if count is None else count
-        totals.append(torch.stack([items[rule] for items in each]).sum() if each else nothing)
+        if len(known) < len(counted):
+            mean = torch.stack(known).mean() if known else torch.ones((), dtype=dtype, device=device)
+            known = [mean if count is None else count for count in counted]
+        for items, count in zip(each, known, strict=True):
+            items[rule] = count
+        totals.append(torch.stack(known).sum() if known else torch.zeros((), dtype=dtype, device=device))
     return each, totals
 
 

@@ -187,11 +187,11 @@ def _set_part(host: Host, counts: WindowCounts, totals: Totals, batches: Sequenc
     """Count by forwards what the rules of a window do not, or not alike."""
     by_forwards = _needs_forwards(host, totals, counts.number)
     contract, part = host.contract, counts.part
-    assert contract is not None
-    if rules := contract.rules:
-        # Upstream's rule of a number may have been chosen just now.
-        counts.total, part = totals[rules[0]], replace(part, totals={rule: totals[rule] for rule in rules})
-    counts.part = part = replace(part, contract=contract)
+    if contract is not None and contract is not part.contract:
+        # Upstream's rule of a number was chosen just now.
+        its: Counts = {rule: totals[rule] for rule in contract.rules}
+        counts.total, counts.part = totals[contract.rules[0]], replace(part, contract=contract, totals=its)
+        part = counts.part
     if by_forwards and not part.is_whole:
         together: Counts = {**part.totals}
         together.update(_count_by_forwards(host, batches, counts).items())
