@@ -24,6 +24,8 @@ from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, 
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
+_REST = "a part of its loss has no gradient and is no constant (a router's under re-entrant checkpointing: pass "
+_REST += "gradient_checkpointing_kwargs={'use_reentrant': False}), or its samples are coupled"
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
 #: The same term in the three looks; several of its rows.
@@ -166,9 +168,8 @@ def _rest(judged: Sequence[Judged], compared: Comparison) -> tuple[float | None,
         return None, False
     rests = [look.loss - math.fsum(each.values[at] or 0.0 for each in judged) for at, look in enumerate(compared.looks)]
     largest = compared.tolerance * max(abs(look.loss) for look in compared.looks)
-    n = judged[0].spec.counted
     if {each.spec.how for each in judged} == {How.MEAN} and len({each.spec.group for each in judged}) == 1:
-        sums = [count * rest for count, rest in zip(n, rests, strict=True)]
+        n, sums = judged[0].spec.counted, [n * rest for n, rest in zip(judged[0].spec.counted, rests, strict=True)]
         if abs(sums[0] - sums[1] - sums[2]) <= largest * n[0]:
             return 0.0, True
     return (rests[0] if max(rests) - min(rests) <= largest else None), False
@@ -296,8 +297,7 @@ def _guarded(seen: Sequence[TermLook], compared: Comparison) -> list[list[float]
 def _judged_number(term: Judged, compared: Comparison) -> Judged:
     """`_judge` of a term that is divided by the number."""
     sums = [(value or 0.0) / seen.product(term.spec.counts) for value, seen in zip(term.values, term.seen, strict=True)]
-    adds_up = None in term.values or _adds_up(sums, compared.tolerance)
-    return term if adds_up else term.but(COUPLED, Cause.COUPLED)
+    return term if None in term.values or _adds_up(sums, compared.tolerance) else term.but(COUPLED, Cause.COUPLED)
 
 
 def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -> Judged:
@@ -336,8 +336,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     if None in values:
         return mean.but("two of its terms have the same value, so the log cannot separate them", Cause.LOG)
     if not _adds_up([(v or 0.0) * n if n else 0.0 for v, n in zip(values, d, strict=True)], compared.tolerance):
-        padded = compared.split.pads and rules
-        return mean.but(_PADDED if padded else COUPLED, Cause.PADDING if padded else Cause.COUPLED)
+        words, cause = (_PADDED, Cause.PADDING) if compared.split.pads and rules else (COUPLED, Cause.COUPLED)
+        return mean.but(_REST if whole.adds and whole.value is None else words, cause)
     if whole.sorts:
         return mean.but(f"elements of {whole.name} are sorted, and what is left out depends on the micro-batch")
     shared = ([each.factors[at] for each in term.seen] for at in spec.counts if at < whole.above)

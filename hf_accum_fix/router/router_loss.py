@@ -129,7 +129,6 @@ class RouterLoss:
         form: what was recognised of the model's own loss; None before the first window.
         shares: F [E] of each pool in the last window settled; empty without one.
         moved: largest share of a micro-batch's routing that differed in the second pass, 0-dim; None: not compared.
-        without_gradient: whether the router logits of a training pass had no graph, so that their loss trains nothing.
     """
 
     def __init__(self, convention: Convention) -> None:
@@ -137,7 +136,6 @@ class RouterLoss:
         self.form: Form | None = None
         self.shares: list[Tensor] = []
         self.moved: Tensor | None = None
-        self.without_gradient = False
         self._counts: list[bool] = []
         self._first_pass: list[list[Tally]] = []
         self._mean_tokens: list[Tensor] = []
@@ -173,13 +171,6 @@ class RouterLoss:
 
     def remarks(self) -> Iterator[tuple[str, str]]:
         """Warnings from the windows so far, each with a name; waits for the device."""
-        if self.without_gradient:
-            yield (
-                "without gradient",
-                "its router logits have no graph, so that its load-balancing loss trains nothing, with or without "
-                "hf_accum_fix; under re-entrant checkpointing pass gradient_checkpointing_kwargs="
-                '{"use_reentrant": False}',
-            )
         if self.moved is not None and bool(self.moved > 0):
             yield (
                 "moved",
@@ -315,7 +306,6 @@ class RouterLoss:
         if place >= len(self.form.pools):
             raise _other_calls(place + 1, len(self.form.pools))
         seen = call.tally(self.form.pools[place].given)
-        self.without_gradient |= torch.is_grad_enabled() and not seen.probabilities.requires_grad
         # Without a first pass where it failed on this rank, which the others have not heard of yet.
         if self._first_pass:
             self._compare(seen, self._first_pass[index][place])
