@@ -76,21 +76,12 @@ def test_a_loss_that_hangs_on_its_micro_batch_is_refused_by_name(name: str, tmp_
         take_step(head, [*head.samples, *head.samples], 2, 4, "stock", tmp_path)
 
 
-def test_a_router_loss_is_warned_of(tmp_path: Path, said: Said) -> None:
-    head = HEADS["mixtral"]
-    for balance in (False, True):
-        with hf_accum_fix.apply(balance_windows=balance):
-            take_step(head, head.samples, 2, 4, "stock", tmp_path)
-        assert len(said("depends on the split")) == balance
-
-
 def test_the_exact_router_loss_is_dealt_as_well(tmp_path: Path, said: Said) -> None:
     head = HEADS["mixtral"]
     reference = reference_step(replace(head, router=0.0), [head.samples])
     with hf_accum_fix.apply(balance_windows=True, router_loss="exact"):
         step = take_step(head, head.samples, 2, 4, "stock", tmp_path)
     assert step.error(reference) <= head.tolerance
-    assert not said("depends on the split")
 
 
 def test_off_by_default_and_what_is_given_is_checked() -> None:

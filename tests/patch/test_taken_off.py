@@ -122,6 +122,8 @@ def toy(tmp_path: Path) -> Path:
         f"class TrainerState:\n{declared(STATE, 4)}{declared('transformers.trainer_callback')}"
     )
     (package / "trainer_pt_utils.py").write_text(declared("transformers.trainer_pt_utils"))
+    (package / "models" / "auto").mkdir(parents=True)
+    (package / "models" / "auto" / "modeling_auto.py").write_text(declared("transformers.models.auto.modeling_auto"))
     (package / "training_args.py").write_text(f"class TrainingArguments:\n{declared(ARGUMENTS, 4)}")
     methods = "".join(f"    def {seam.name}(self, {', '.join(seam.parameters)}): pass\n" for seam in seams_of(None))
     (package / "trainer.py").write_text(

@@ -107,7 +107,7 @@ ALONE = [
 RIGHT_IN_STOCK = {
     "number", "number-of-tokens", "number-of-classes", "number-by-hand", "number-in-float32",
     "number-and-kind-detached", "own-number", "own-number-by-hand", "func-number", "super-and-teacher-by-number",
-    "sum", "sum-of-classes",
+    "sum", "sum-of-classes", "smoothing",
 }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def wrong_uncut(head: Head, override: str) -> bool:
     """Where stock is off even in one micro-batch: in what it counts, and in the shift of what it smooths."""
     by_number = head.by_number or override in ("own-number", "own-number-by-hand", "func-number")
     counts_otherwise = override.startswith("masked") or head.ignore != -100
-    return (by_number and counts_otherwise) or (override == "smoothing" and head.level == "next")
+    return by_number and counts_otherwise
 
 
 def held_against_stock(composition: Composition, output: Path) -> None:
