@@ -49,7 +49,7 @@ class OwnMean(StockRecorder):
 
 
 class BySteps(DividesTheBase, StockRecorder):
-    """It divides the base's loss by G, which a rank whose samples have no target cannot see."""
+    """It divides the base's loss by G, and is stock's, and said, on a rank whose samples have no target, too."""
 
 
 def blind_at_first(head: Head, per_device: int) -> Head:
@@ -91,5 +91,7 @@ def rows(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("case", ["ddp", "fsdp2-launched"])
 def test_a_rank_that_begins_without_a_target_keeps_a_sharded_model_in_step(case: str, rows: Any) -> None:
-    for found in rows[case].values():
-        assert found["exact"] and found["error"] <= 1e-6, rows[case]
+    for name, found in rows[case].items():
+        # Its code names the steps, and so is stock's.
+        said = name.startswith(BySteps.__name__)
+        assert found["exact"] is not said and (said or found["error"] <= 1e-6), rows[case]

@@ -15,6 +15,7 @@ from transformers import Trainer
 
 import hf_accum_fix
 from hf_accum_fix import ContractError, GlobalBatchTrainer, SeamError
+from tests.logged import Said
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import trainable, trainer_of
 
@@ -75,8 +76,7 @@ def as_a_loop(step: Callable[..., Any], trainer: Any) -> None:
 
 PLACES = {"instance": on_the_instance, "subclass": on_the_subclass, "loop": as_a_loop}
 STEPS = {"accelerate": step_of_accelerate, "torch": step_of_torch, "goes-on": step_of_torch_that_goes_on}
-#: A step that calls `compute_loss` and `accelerator.backward` is trained, a loop of one's own is not.
-AROUND = [(place, step) for place in PLACES for step in STEPS if step != "accelerate" or place == "loop"]
+AROUND = [(place, step) for place in PLACES for step in STEPS if place != "loop"]
 
 
 def made(folder: Path, by: str, accumulate: int = 4) -> Any:
@@ -93,17 +93,32 @@ def changed(before: dict[str, Any], model: Any) -> bool:
 
 
 @pytest.mark.parametrize("by", ["apply", "class"])
-@pytest.mark.parametrize(("place", "step"), AROUND)
-def test_gradients_that_went_around_are_refused_before_they_are_used(
-    place: str, step: str, by: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_gradients_of_a_loop_are_refused_before_they_are_used(step: str, by: str, tmp_path: Path) -> None:
     with patched(by):
         trainer = made(tmp_path, by)
-        PLACES[place](STEPS[step], trainer)
+        as_a_loop(STEPS[step], trainer)
         before = trainable(trainer.model)
         with pytest.raises(SeamError, match=r"super\(\)\.training_step"):
             trainer.train()
     assert not changed(before, trainer.model) and not _global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize("by", ["apply", "class"])
+@pytest.mark.parametrize(("place", "step"), AROUND)
+def test_a_step_that_never_calls_the_bases_is_stocks_and_said(
+    place: str, step: str, by: str, tmp_path: Path, said: Said
+) -> None:
+    stock = made(tmp_path, "apply")
+    PLACES[place](STEPS[step], stock)
+    stock.train()
+    with patched(by):
+        trainer = made(tmp_path, by)
+        PLACES[place](STEPS[step], trainer)
+        trainer.train()
+        (run,) = hf_accum_fix.report().to_dict()["runs"]
+    assert not changed(trainable(stock.model), trainer.model) and not _global_optimizer_pre_hooks
+    assert len(said("its training_step never calls the Trainer's")) == 1 and run["exact"] is False
 
 
 @pytest.mark.parametrize("by", ["apply", "class"])
@@ -115,9 +130,7 @@ def test_an_error_of_ours_that_a_step_catches_is_raised_by_the_optimizer(
 
     def step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         try:
-            loss = self.compute_loss(model, inputs)
-            self.accelerator.backward(loss)
-            return loss.detach()
+            return type(self).__mro__[1].training_step(self, model, inputs, num_items_in_batch)
         except Exception:
             return torch.zeros(())
 
