@@ -132,8 +132,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         reason = f"its graph divides {means[0].shape[0]} by them"
         return replace(found, reduction=reduction, items=means[0].rule or near, reason=reason)
     if specs and all(each.how is How.SUM for each in specs):
-        reason = "its graph divides by nothing, and the losses of two parts add up"
-        return replace(found, reduction=Reduction.SUM, reason=reason)
+        return replace(found, reduction=Reduction.SUM, reason="its graph divides by nothing, and its parts add up")
     doubt = doubt or "none of its terms is divided by a count"
     return replace(found, doubt=doubt, reason=doubt)
 

@@ -69,14 +69,6 @@ def asked(stage: int, what: str) -> list[cut.Cut]:
 
 @pytest.mark.deepspeed
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
-def test_a_loop_of_means_of_samples(ranks: int) -> None:
-    ours = on_ranks(cut.loop_under_ulysses, 2, ranks, (2, 2), True, ranks=ranks)[0]
-    assert ours.error <= 4e-6 and ours.loss <= 1e-6, ours
-
-
-@pytest.mark.deepspeed
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("what", ASKED)
 def test_what_trains_long_samples(stage: int, what: str) -> None:
