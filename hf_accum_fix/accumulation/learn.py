@@ -24,8 +24,7 @@ from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, 
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
-_REST = "a part of its loss has no gradient and is no constant (a router's under re-entrant checkpointing: pass "
-_REST += "gradient_checkpointing_kwargs={'use_reentrant': False}), or its samples are coupled"
+_REST = "a part without gradient is no constant (a router's: set use_reentrant=False), or its samples are coupled"
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
 #: The same term in the three looks; several of its rows.

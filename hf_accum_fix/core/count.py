@@ -119,7 +119,7 @@ def _other_labels(host: Host, batches: Sequence[Any]) -> str | None:
     loss, given = host.state.loss, host.options.contract
     counted = None if given is None else {key for rule in given.rules for key in rule.keys}
     other = next((its for its in (labels_of(each, counted) for each in batches) if its != loss.labels), None)
-    # A model without labels may have no loss, and let other ranks wait: counting raises.
+    # Without labels a model may have no loss, and other ranks wait for ever.
     if other is None or loss.labels is None or (host.world_size > 1 and not other):
         return None
     expected = f"expected {labels_in_words(loss.labels)}, as in the first window"

@@ -57,7 +57,8 @@ def test_two_ranks_have_no_collective_more(tmp_path: Path) -> None:
     for head in ("llama", "bert"):
         stock, ours = (row for row in rows if row["head"] == head)
         assert (stock["mode"], ours["mode"]) == ("stock", "apply")
-        assert ours["collectives"] == stock["collectives"] > 0 and ours["reads"] <= stock["reads"] + 1
+        # What the ranks tell each other is read twice: who failed, and what is not exact.
+        assert ours["collectives"] == stock["collectives"] > 0 and ours["reads"] <= stock["reads"] + 2
     assert "collectives a step" in (output / "table.md").read_text()
 
 

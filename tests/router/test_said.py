@@ -89,7 +89,7 @@ def test_logits_without_a_graph_are_said(said: Said) -> None:
         return model
 
     step(replace(MIXTRAL, build=build), "exact", 2, COEFFICIENT)
-    assert len(said("a router's under re-entrant checkpointing")) == 1
+    assert len(said("a router's: set use_reentrant=False")) == 1
 
 
 def test_the_option_is_one_of_two() -> None:
