@@ -50,7 +50,7 @@ class TermSpec:
         shape: equal for the same term of another micro-batch (`loss_graph.Term.shape`).
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
-        own: the place of a trainer's division by the steps, beside a term over num_items_in_batch, which stock adds up.
+        own: the place of a trainer's division by the steps, where another term divides by num_items_in_batch.
         classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         counted: the count in the observed batch and its parts, on every rank.

@@ -22,7 +22,7 @@ def terms_of(found: LossContract, seen: Look) -> list[tuple[TermSpec, TermLook]]
 
 
 def with_own_steps(found: LossContract, whole: Look, setting: Setting, *, adds: bool) -> LossContract:
-    """The contract with what a custom loss divides by the steps beside a term over num_items_in_batch.
+    """The contract with what a custom loss divides by the steps next to a term over num_items_in_batch.
 
     Such losses are added up, so that TRL divides a router loss by itself. ``adds``: the base's loss is one.
     """

@@ -12,7 +12,6 @@ from typing import Any
 from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import is_compiled
-from hf_accum_fix.accumulation.items import labels_of
 from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.core.host import Host
@@ -47,10 +46,8 @@ def settle(
 
 def _note_labels(host: Host, batches: Sequence[Any]) -> None:
     """Note the labels that most micro-batches of the first window have."""
-    loss, given = host.state.loss, host.options.contract
-    if loss.labels is None and batches:
-        counted = None if given is None else {key for rule in given.rules for key in rule.keys}
-        [(loss.labels, _)] = Counter(labels_of(batch, counted) for batch in batches).most_common(1)
+    if host.state.loss.labels is None and batches:
+        [(host.state.loss.labels, _)] = Counter(map(host.labels_of, batches)).most_common(1)
 
 
 def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
@@ -66,7 +63,7 @@ def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exce
     error = None
     try:
         # Where ranks meet in every forward, none runs fewer.
-        batches = [batch for batch in batches if host.shards or labels_of(batch) == loss.labels]
+        batches = [batch for batch in batches if host.shards or host.labels_of(batch) == loss.labels]
         # A model or a custom loss may run collectives.
         with SyncedRanks(host.gather if host.world_size > 1 else None) as synced:
             seen = _observed(host, batches, number, synced)
@@ -142,8 +139,8 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
     labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
     loss = host.state.loss
-    told = (len(batches), bool(labels), held, loss.reconsiders, host.state.troubled, loss.labels, loss.mixed)
-    lengths, labelled, found, changed, troubled, observed, mixed = zip(*host.all_of(told, error), strict=True)
+    mine = (len(batches), bool(labels), held, loss.reconsiders, host.state.troubled, loss.labels, loss.mixed)
+    lengths, labelled, found, changed, troubled, observed, mixed = zip(*host.all_of(mine, error), strict=True)
     if any(troubled):
         raise StandAsideError
     if len({length if host.shards else bool(length) for length in lengths}) > 1:
@@ -189,8 +186,7 @@ def remark(found: LossContract, attempts: int, *, stays: bool = False) -> str:
         if found.coupled:
             why = "its samples are coupled, so it depends on the split. coupled_loss='exact' trains the whole window's."
         return f"{found.reason}. It {outcome}: {why}"
-    unsure = (
-        "" if found.conclusive else f"after {attempts} windows it is not sure that the loss {found}: {found.reason}"
-    )
-    doubt = found.doubt or unsure
+    doubt = found.doubt
+    if not (doubt or found.conclusive):
+        doubt = f"after {attempts} windows it is not sure that the loss {found}: {found.reason}"
     return f"{doubt}. It is reported as not exact." if doubt else ""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.accumulation.declared import holds_shards
-from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, labels_in_words, labels_of
+from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, labels_in_words
 from hf_accum_fix.accumulation.look import LossRun, errors_of_forward, is_of_forward, run_with_graph
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.observe import NUMBERS
@@ -116,14 +116,13 @@ def _plan(
 
 def _other_labels(host: Host, batches: Sequence[Any]) -> str | None:
     """Which labels a micro-batch has, and which the loss was observed on, in words; None: those."""
-    loss, given = host.state.loss, host.options.contract
-    counted = None if given is None else {key for rule in given.rules for key in rule.keys}
-    other = next((its for its in (labels_of(each, counted) for each in batches) if its != loss.labels), None)
+    expected, found = host.state.loss.labels, [*map(host.labels_of, batches)]
+    other = next((its for its in found if its != expected), None)
     # Without labels a model may have no loss, and other ranks wait for ever.
-    if other is None or loss.labels is None or (host.world_size > 1 and not other):
+    if other is None or expected is None or (host.world_size > 1 and expected and not all(found)):
         return None
-    expected = f"expected {labels_in_words(loss.labels)}, as in the first window"
-    return f"got a micro-batch with {labels_in_words(other)}; {expected}: the window is averaged"
+    words = f"got a micro-batch with {labels_in_words(other)}; expected {labels_in_words(expected)}"
+    return f"{words}, as in the first window: the window is averaged"
 
 
 def _over_ranks(

@@ -17,7 +17,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
-from hf_accum_fix.accumulation.items import count_dtype
+from hf_accum_fix.accumulation.items import Labels, count_dtype, labels_of
 from hf_accum_fix.accumulation.look import LossRun
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
@@ -263,6 +263,11 @@ class Host(ABC):
         """How the loss is reduced; None: it was not observed yet."""
         return self.state.loss.contract
 
+    def labels_of(self, batch: Any) -> Labels:
+        """The labels of a micro-batch, or those that a given contract counts."""
+        given = self.options.contract
+        return labels_of(batch, None if given is None else {key for rule in given.rules for key in rule.keys})
+
     def contained(self, what: str, look: Callable[[], Value], instead: Value) -> Value:
         """The result of looking at something, or ``instead`` if that fails: no look ends a training."""
         try:
@@ -289,7 +294,7 @@ class Host(ABC):
         state.aside = True
         if plain is None or not plain.as_stock:
             plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed on another rank")
-            # Once, whatever this rank has said of it already.
+            # Once, whatever this rank has warned of already.
             if "inexact" not in self.warned:
                 outcome = "The training goes on as without hf_accum_fix, and is not exact"
                 self.warn_once("trouble", f"{self.where}: {plain.reason}. {outcome}")

@@ -33,7 +33,7 @@ class LossState:
         reconsiders: it is observed again in the next window.
         reconsidered: how often that was done.
         mixed: in the window before, micro-batches of this rank had other terms than the contract.
-        last_mixed: the window after the last for which a rank said so, and looks showed nothing new.
+        last_mixed: the window after the last for which a rank reported that, and looks showed nothing new.
     """
 
     contract: LossContract | None = None

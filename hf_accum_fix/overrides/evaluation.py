@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, labels_of, sample_count
+from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
@@ -88,7 +88,7 @@ def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContr
         settle(session, [inputs])
     contract = session.contract
     assert contract is not None
-    if labels_of(inputs) != session.state.loss.labels:
+    if session.labels_of(inputs) != session.state.loss.labels:
         return contract, "its batches have other labels than those the loss was observed on"
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
         return contract, "the loss has several terms, each a mean over its own items"

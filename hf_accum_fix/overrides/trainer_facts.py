@@ -59,11 +59,6 @@ def scales_itself(trainer: TrainerLike) -> bool:
     return (func is not None and not callable(func)) if declared is None else bool(declared)
 
 
-def declares_scale(trainer: TrainerLike) -> bool:
-    """Whether a trainer declares that its loss is, or is not, already divided by the accumulation steps."""
-    return getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer)
-
-
 def is_custom(trainer: TrainerLike, *methods: str) -> bool:
     """Whether one of these methods is not the base's; that of a running micro-batch does not count."""
     held = [vars(trainer)[name] for name in methods if name in vars(trainer)]
@@ -128,12 +123,11 @@ def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> frozenset[
 
     A trainer that declares its scale has no other.
     """
-    if declares_scale(trainer):
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer):
         return frozenset()
     # A constructor may keep them.
-    methods = (
-        getattr(trainer, name) for name in ("compute_loss", "training_step", "__init__") if is_custom(trainer, name)
-    )
+    own = (each for each in ("compute_loss", "training_step", "__init__") if is_custom(trainer, each))
+    methods = [getattr(trainer, each) for each in own]
     names = names_below(type(trainer), *methods, getattr(trainer, "compute_loss_func", None))
     found = {*(steps if any("accum" in name for name in names) else ()), *((ranks,) if names & _RANKS else ())}
     return frozenset(each for each in found if each > 1)

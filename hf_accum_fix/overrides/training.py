@@ -73,7 +73,7 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     if is_custom(trainer, "get_batch_samples"):
         yield trainer, "get_batch_samples", _count_returned
     yield accelerator, "backward", _backward
-    yield accelerator, "clip_grad_norm_", _close_unfinished
+    yield accelerator, "clip_grad_norm_", _clip
     yield trainer, "log", _log
     yield trainer, "_load_callback_state", _resume
     if session.context_parallel:
@@ -241,12 +241,18 @@ def _check_step(session: Session, optimizer: Optimizer) -> None:
         )
 
 
-def _close_unfinished(session: Session, clip: Original | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Close a window whose last micro-batch was skipped, on every rank; and ``accelerator.clip_grad_norm_``."""
-    window, within = session.window, clip is not None and session.base_loss is not None
-    if window is not None and window.done and not window.ended and not within:
+def _clip(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """``accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
+    if session.base_loss is None:
+        _close_unfinished(session)
+    return original(*args, **kwargs)
+
+
+def _close_unfinished(session: Session) -> None:
+    """Close a window whose last micro-batch was skipped, on every rank."""
+    window = session.window
+    if window is not None and window.done and not window.ended:
         window.close(session.trainer.model_wrapped)
-    return clip and clip(*args, **kwargs)
 
 
 # --- the log and the checkpoint --------------------------------------------------------------------------------------

@@ -51,6 +51,16 @@ class InMicroBatch:
         return self.happens(batch) if on_second_rank() and self.seen == self.at + 1 else batch
 
 
+class AfterOthers(InMicroBatch):
+    """The micro-batch before has other labels."""
+
+    def __call__(self, rows: Sequence[Sample]) -> Batch:
+        batch = super().__call__(rows)
+        if on_second_rank() and self.seen == self.at:
+            batch["label_ids"] = batch.pop("labels")
+        return batch
+
+
 class Always:
     """A collator to which something happens on the second rank, in every micro-batch."""
 
@@ -126,6 +136,9 @@ RAISING: dict[str, Callable[[Path], Any]] = {
     "labels-missing-at-first": lambda output: trainer(output, data_collator=InMicroBatch(without_labels, 0)),
     "labels-missing-everywhere": lambda output: trainer(output, data_collator=Always(without_labels)),
     "labels-missing-later": lambda output: trainer(output, data_collator=InMicroBatch(without_labels)),
+    "labels-missing-after-others": lambda output: trainer(
+        output, data_collator=AfterOthers(without_labels, ACCUMULATE + 1)
+    ),
     "collator-raises-at-first": lambda output: trainer(output, data_collator=InMicroBatch(raising, 2)),
     "collator-raises-later": lambda output: trainer(output, data_collator=InMicroBatch(raising)),
     "iterator-ends": uneven,

@@ -25,6 +25,12 @@ SAYING = {
     "labels-missing-at-first": ("ContractError", "expected a tensor 'labels'", "RankError", "rank 1: ContractError"),
     "labels-missing-everywhere": ("RankError", "rank 1: 3 micro-batches with no labels") * 2,
     "labels-missing-later": ("KeyError", "labels", "RankError", "rank 1: KeyError: 'labels'"),
+    "labels-missing-after-others": (
+        "ContractError",
+        "expected a tensor 'labels'",
+        "RankError",
+        "rank 1: ContractError",
+    ),
     "collator-raises-at-first": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
     "collator-raises-later": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
     "iterator-ends": ("UnevenRanksError", "rank 0 has 3, rank 1 has 0") * 2,

@@ -43,7 +43,7 @@ FAULTS = [
     ("accumulation.part", "Part.broken"),
     ("accumulation.weigh", "_ready"),
     ("core.contracts", "agree"),
-    ("core.contracts", "labels_of"),
+    ("core.host", "labels_of"),
     ("core.count", "_other_labels"),
     ("core.count", "_set_part"),
     ("core.host", "Host.record"),

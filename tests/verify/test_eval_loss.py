@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hf_accum_fix
-from hf_accum_fix import verify
+from hf_accum_fix import Items, LossContract, Reduction, verify
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import Options
 from hf_accum_fix.trainer import GlobalBatchTrainer
@@ -39,6 +39,14 @@ def test_the_same_for_every_eval_batch_size(name: str, tmp_path: Path) -> None:
         patched = [evaluated(name, tmp_path, size) for size in (1, 3, 7)]
     subclass = [evaluated(name, tmp_path, size, cls=ItemMean) for size in (1, 3, 7)]
     assert patched == pytest.approx([wanted] * 3, rel=1e-6) and subclass == patched
+
+
+def test_a_contract_may_count_another_input_than_labels(tmp_path: Path, said: Said) -> None:
+    stock = evaluated("llama", tmp_path, 2)
+    contract = LossContract(Reduction.MEAN, Items(("attention_mask",)))
+    with hf_accum_fix.apply(eval_loss=True, contract=contract):
+        assert evaluated("llama", tmp_path, 2) != stock
+    assert not said("eval_loss stays")
 
 
 LEGACY = {"use_legacy_prediction_loop": True}
