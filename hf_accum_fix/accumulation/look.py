@@ -18,6 +18,7 @@ from hf_accum_fix.accumulation import noise
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError, factor_of, live_edges, shape_of
+from hf_accum_fix.accumulation.preserve import random_states
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.errors import ContractError
@@ -174,7 +175,7 @@ def look(
 ) -> Look:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     noise.seed(seed)
-    before = noise.random_states()
+    before = random_states()
     with noise.WithoutNoise(alike=listed):
         found, captured = run_with_graph(loss, batch, number, keep=keep)
     if not isinstance(found, Tensor) or found.numel() != 1:
@@ -184,7 +185,7 @@ def look(
     shapes = shown(inside=False), shown(inside=True)
     kept = [without_nothing(terms) for terms in shapes]
     rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
-    return Look(batch, number, total, found.dtype, rows, inside, noise.random_states() != before)
+    return Look(batch, number, total, found.dtype, rows, inside, before.drew())
 
 
 def run_with_graph(

@@ -1,11 +1,9 @@
-"""Random numbers: keep the generators' states, and run a forward without noise."""
+"""Run a forward without noise."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pickle import dumps, loads
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,48 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hf_accum_fix.accumulation.preserve import random_states
+
 #: The place and the name of an operation's dropout rate.
 _DROPOUTS = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_), (1, "p")),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout), (1, "p")),
     F.scaled_dot_product_attention: (4, "dropout_p"),
 }
-
 _RANDOM = {
     *(torch.rand, torch.randn, torch.rand_like, torch.randn_like),
     *(Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_),
 }
-
-
-@contextmanager
-def random_states_kept(devices: Sequence[int] | None = None, device_type: str = "cuda") -> Iterator[None]:
-    """Restore, also after an error, the random states of Python, numpy, torch on the CPU and on devices (None: all)."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    used = list(range(torch.cuda.device_count())) if devices is None else list(devices)
-    try:
-        with torch.random.fork_rng(used, device_type=device_type):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-def random_states() -> bytes:
-    """The states of the generators of `seed`, and of devices: equal unless something drew a number."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    of_torch = [each.numpy() for each in (torch.get_rng_state(), *devices)]
-    return dumps((random.getstate(), np.random.get_state(), of_torch))
-
-
-def set_random_states(states: bytes) -> None:
-    """Put generators back into the ``states`` of `random_states`."""
-    of_python, of_numpy, of_torch = loads(states)
-    of_cpu, *of_devices = map(torch.from_numpy, of_torch)
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.set_rng_state(of_cpu)
-    if of_devices:
-        torch.cuda.set_rng_state_all(of_devices)
 
 
 def seed(number: int) -> None:
@@ -87,7 +55,7 @@ class WithoutNoise(TorchFunctionMode):
                 kwargs[name] = 0.0
         if func not in _RANDOM:
             return func(*args, **kwargs)
-        with random_states_kept() if self._alike else nullcontext():
+        with random_states() if self._alike else nullcontext():
             if self._alike:
                 torch.manual_seed(0)
             out = func(*args, **kwargs)

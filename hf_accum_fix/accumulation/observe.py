@@ -21,8 +21,7 @@ from hf_accum_fix.accumulation.learn import learn, number_rule
 from hf_accum_fix.accumulation.look import Look, LossRun, look, out_of_memory
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.own_scale import own_scale, terms_of, with_kept_size, with_own_steps
-from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.accumulation.python_state import PythonState
+from hf_accum_fix.accumulation.preserve import PythonState, preserved_state
 from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
 
 logger = logging.getLogger("hf_accum_fix")

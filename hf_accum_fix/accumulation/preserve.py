@@ -1,26 +1,189 @@
-"""Run code without side effects: restore the tensors, attributes and random generators that it changes.
+"""Run code without side effects: record tensors, attributes and random generators, and restore those that differ.
 
-`PythonState` holds what was there before, and restores it. A storage is added to it when it is about to be written to,
-which a dispatch mode sees; what is not written to is never copied.
+Objects are followed three levels deep; elements are kept by identity, since each has a state of its own. A storage is
+recorded when it is about to be written to, which a dispatch mode sees; what is not written to is never copied.
 """
 
 from __future__ import annotations
 
+import logging
+import random
+import sys
+import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from pickle import dumps, loads
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.python_state import Kept, PythonState
-
+#: Containers with more elements than this hold data: their elements are not followed.
+_MOST_ELEMENTS = 1000
 _ABSENT = object()
+_PLAIN = (str, int, float, bool, bytes, type(None), type, types.ModuleType, logging.Logger)
+#: Packages whose objects hold no state that a loss depends on, but for these.
+_MACHINERY = frozenset(
+    {"accelerate", "datasets", "deepspeed", "hf_accum_fix", "numpy", "tokenizers", "torch", "transformers", "wrapt"}
+) | (sys.stdlib_module_names - {"__main__"})
+_NOTED_ON = {"TrainerState", "TrainerControl", "TrainingArguments", "Seq2SeqTrainingArguments", "SimpleNamespace"}
+#: How the state of a random generator is read and put back.
+_GENERATORS: Final[Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]] = {
+    torch.Generator: (lambda one: one.get_state().numpy(), lambda one, to: one.set_state(torch.from_numpy(to))),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (lambda one: one.bit_generator.state, lambda one, to: setattr(one.bit_generator, "state", to)),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+}  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """What ``holder`` was: its elements, attributes by name, the state of a generator, or a copy of a storage."""
+
+    holder: Any
+    before: Any
+
+    def differing(self) -> list[Any]:
+        """The names, or places, of elements that are others, new, or gone."""
+        now, before = map(_by_place, self)
+        return [name for name in {**before, **now} if now.get(name, _ABSENT) is not before.get(name, _ABSENT)]
+
+    def put(self) -> None:
+        """Restore it where it differs."""
+        holder, before = self
+        if isinstance(before, (dict, list)):
+            if self.differing():
+                holder.clear()
+                (holder.update if isinstance(before, dict) else holder.extend)(before)
+        elif isinstance(before, tuple):
+            for name, value in before:
+                now = getattr(holder, name)
+                if now is not value and (name != "data" or now.data_ptr() != value.data_ptr()):
+                    setattr(holder, name, value)
+        elif isinstance(before, bytes):
+            next(put for kind, (_, put) in _GENERATORS.items() if isinstance(holder, kind))(holder, loads(before))
+        elif holder.nbytes() == before.nbytes():
+            holder.copy_(before, False)
+
+    def wrote(self) -> bool:
+        """Whether a value has changed that a loss may depend on: numbers, but no counter and no log."""
+        if isinstance(self.before, torch.UntypedStorage):
+            one, other = (torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in self)
+            return not torch.equal(one, other)
+        if not isinstance(self.before, (dict, list)):
+            return False
+        is_list, now, was = isinstance(self.before, list), *map(_by_place, self)
+        # A number that was a class attribute becomes the object's with its first change; words and counts may be a log.
+        return any(
+            any(isinstance(each, (float, Tensor)) for each in tree_leaves(new))
+            if old is None
+            else is_list or isinstance(old, Tensor) or (isinstance(old, float) and old != new)
+            for old, new in ((was.get(name), now.get(name)) for name in self.differing())
+        )
+
+
+def _by_place(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else dict(enumerate(value))
+
+
+def _state_of(value: Any) -> Any:
+    """What `Kept` restores of one object, its elements by identity; None: nothing, or its attributes."""
+    if type(value) in (dict, defaultdict, OrderedDict, Counter):
+        return dict(value)
+    if type(value) in (list, deque):
+        return list(value)
+    if isinstance(value, Tensor):
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
+        attributes = ("grad", "requires_grad") if isinstance(value, nn.Parameter) else ()
+        return tuple((name, getattr(value, name)) for name in (*(("data",) if is_plain else ()), *attributes))
+    return next((dumps(get(value)) for kind, (get, _) in _GENERATORS.items() if isinstance(value, kind)), None)
+
+
+class PythonState(AbstractContextManager[Any]):
+    """The state of the objects that are reached from some roots; inside a ``with`` block it may change.
+
+    Args:
+        roots: objects whose attributes are kept, whatever they are.
+        leave: objects that are not followed, such as data sets.
+        follow_modules: keep modules and parameters, too.
+
+    Attributes:
+        deep: levels of objects below the roots.
+        machinery: packages whose objects are not followed.
+        reached: the objects that were reached or left, by id.
+        kept: their states; `KeepsStorages` adds those of storages.
+    """
+
+    deep = 3.0
+    machinery = _MACHINERY
+
+    def __init__(self, *roots: object, leave: Iterable[object] = (), follow_modules: bool = False) -> None:
+        self.reached = {id(each): each for each in leave}
+        self.kept: list[Kept] = []
+        skipped = _PLAIN if follow_modules else (*_PLAIN, nn.Module, nn.Parameter)
+        pending: list[tuple[Any, int]] = [(root, 0) for root in roots]
+        for each, depth in pending:
+            if id(each) in self.reached or (isinstance(each, skipped) and depth):
+                continue
+            self.reached[id(each)] = each
+            if isinstance(each, nn.Module) and follow_modules:
+                pending += [(module, depth) for module in each.modules()]
+            holder, before = each, _state_of(each)
+            if before is None and (not depth or self._follows(each)):
+                holder = getattr(each, "__dict__", None)
+                before = _state_of(holder)
+            if before is not None:
+                self.kept.append(Kept(holder, before))
+            held = [*_by_place(before).values()] if isinstance(before, (dict, list)) else []
+            held += self.passed_by(each)
+            if depth < self.deep and len(held) <= _MOST_ELEMENTS:
+                pending += [(one, depth + 1) for one in held]
+
+    def _follows(self, value: Any) -> bool:
+        """Whether the attributes of an object are state."""
+        name, package = type(value).__name__, type(value).__module__
+        # A loss may step an optimizer of its own.
+        is_noted = isinstance(value, nn.Module) or name in _NOTED_ON or package.startswith("torch.optim")
+        return is_noted or package.partition(".")[0] not in self.machinery
+
+    def passed_by(self, value: Any) -> list[Any]:
+        """What an object holds besides its state."""
+        return [*value] if isinstance(value, tuple) else []
+
+    def keep_storages(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Add copies of storages."""
+        self.kept += [Kept(each, each.clone()) for each in storages]  # type: ignore[no-untyped-call]
+
+    def wrote(self) -> bool:
+        """Whether a value has changed that a loss may depend on."""
+        # A copy, since a mode that adds storages also sees their comparison.
+        return any(each.wrote() for each in [*self.kept])
+
+    def drew(self) -> bool:
+        """Whether a generator has drawn a number."""
+        return any(isinstance(before, bytes) and _state_of(holder) != before for holder, before in self.kept)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything as it was at the start."""
+        for each in self.kept:
+            each.put()
+
+    def __exit__(self, *_: object) -> None:
+        """Restore, also after an error."""
+        self.restore()
+
+
+def random_states() -> PythonState:
+    """The states of the generators that need not be named: of Python, numpy, and torch on the CPU and on devices."""
+    devices = [getattr(torch, kind, None) for kind in ("cuda", "xpu", "npu")]
+    on_devices = [one for each in devices for one in getattr(each, "default_generators", ())]
+    return PythonState(random._inst, np.random.mtrand._rand, torch.default_generator, *on_devices)
 
 
 class KeepsStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -40,30 +203,25 @@ class KeepsStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Copy what ``func`` is about to write to, once per storage; remember what it allocates."""
         kwargs = kwargs or {}
         writes, makes = _effects(func)
-        for place, name in writes:
-            for storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
-                if storage._cdata not in self._known:
-                    self._known.add(storage._cdata)
-                    self._state.kept.append(Kept(storage, storage.clone()))  # type: ignore[no-untyped-call]
+        written = _storages([args[at] if at < len(args) else kwargs.get(name) for at, name in writes])
+        new = {each._cdata: each for each in written if each._cdata not in self._known}
+        self._state.keep_storages(new.values())
+        self._known |= new.keys()
         out = func(*args, **kwargs)
-        for each, made in zip(out if isinstance(out, (tuple, list)) else (out,), makes, strict=False):
-            if made:
-                self._known.update(storage._cdata for storage in _storages(each))
+        results = zip(out if isinstance(out, (tuple, list)) else (out,), makes, strict=False)
+        self._known.update(storage._cdata for storage in _storages([each for each, made in results if made]))
         return out
 
 
 @cache
 def _effects(func: Any) -> tuple[list[tuple[int, str]], list[bool]]:
     """The arguments that an operation writes to, by place and name; whether each result is a new tensor."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
+    if (schema := getattr(func, "_schema", None)) is None:
         return [], []
-    writes = [
-        (place, each.name)
-        for place, each in enumerate(schema.arguments)
-        # BatchNorm does not declare its statistics.
-        if (each.alias_info is not None and each.alias_info.is_write) or each.name in ("running_mean", "running_var")
-    ]
+    # BatchNorm does not declare its statistics.
+    undeclared = ("running_mean", "running_var")
+    places = [(place, each.name, each.alias_info) for place, each in enumerate(schema.arguments)]
+    writes = [(place, name) for place, name, its in places if name in undeclared or (its is not None and its.is_write)]
     return writes, [each.alias_info is None for each in schema.returns]
 
 
@@ -76,8 +234,8 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 def with_buffers(state: PythonState, model: nn.Module) -> PythonState:
     """Add the buffers and modes of a model to a state, which restores them without waiting for its device."""
     for module in model.modules():
-        state.kept += [Kept(module, module.training), Kept(module._buffers, dict(module._buffers))]
-        state.kept += [Kept(each, each.clone()) for each in _storages([*module._buffers.values()])]  # type: ignore[no-untyped-call]
+        state.kept += [Kept(module, (("training", module.training),)), Kept(module._buffers, dict(module._buffers))]
+        state.keep_storages(_storages([*module._buffers.values()]))
     return state
 
 
@@ -86,8 +244,6 @@ class overridden(AbstractContextManager[None]):
 
     A class, since every micro-batch enters it several times, and a generator would take twice the time.
     """
-
-    __slots__ = ("_before", "_holder", "_name", "_value")
 
     def __init__(self, holder: Any, name: str, value: Any) -> None:
         self._holder, self._name, self._value = holder, name, value
@@ -121,16 +277,13 @@ def preserved_state(
         leave: objects that are not followed, such as data sets.
         sharded: an engine moves parameters and changes modules: only buffers, modes and ``others`` are kept.
     """
-    if sharded:
-        state = with_buffers(PythonState(*others, leave=leave), model)
-    else:
-        state = PythonState(model, *others, leave=leave, follow_modules=True)
+    state = PythonState(*() if sharded else (model,), *others, leave=leave, follow_modules=not sharded)
     with (
-        random_states_kept(),
+        random_states(),
         torch.no_grad(),
         eagerly(),
         warnings.catch_warnings(),
-        state,
+        with_buffers(state, model) if sharded else state,
         nullcontext() if sharded else KeepsStorages(state),
     ):
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
@@ -138,11 +291,10 @@ def preserved_state(
         try:
             yield state
         finally:
-            if sharded:
-                _without_fsdp_hooks(model)
+            _remove_fsdp_hooks(model)
 
 
-def _without_fsdp_hooks(model: nn.Module) -> None:
+def _remove_fsdp_hooks(model: nn.Module) -> None:
     """Remove the hooks that FSDP1 sets on its parameters in a forward with gradient, since no backward follows.
 
     ``torch.distributed.fsdp`` does this at a backward's end; the next forward would keep them, for another dtype.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.look import errors_of_forward
-from hf_accum_fix.accumulation.noise import random_states, set_random_states
+from hf_accum_fix.accumulation.preserve import PythonState, random_states
 from hf_accum_fix.coupled.cuts import hooked, vectors_in, with_vectors
 from hf_accum_fix.errors import ContractError
 
@@ -57,7 +57,7 @@ class WholeWindow:
     compares: bool = True
     drift: Tensor | None = None
     losses: list[Tensor] = field(default_factory=list)
-    _states: list[bytes] = field(default_factory=list)
+    _states: list[PythonState] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
 
     def collect(self, batches: Sequence[Any], forward: Callable[[Any], object]) -> None:
@@ -79,7 +79,7 @@ class WholeWindow:
     @contextmanager
     def micro_batch(self, place: int) -> Iterator[None]:
         """Around the forward of a micro-batch in training, number ``place``: its loss gets the vectors of all."""
-        set_random_states(self._states[place])
+        self._states[place].restore()
         with self._hooked(lambda key, vectors: self._joined(key, vectors, self.first + place)):
             yield
 

@@ -17,8 +17,7 @@ from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import LossRun
-from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.python_state import PythonState
+from hf_accum_fix.accumulation.preserve import PythonState, overridden
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host

@@ -38,9 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
-from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.preserve import with_buffers
-from hf_accum_fix.accumulation.python_state import PythonState
+from hf_accum_fix.accumulation.preserve import random_states, with_buffers
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 
@@ -108,13 +106,9 @@ def one_form(seen: Sequence[Form]) -> Form:
 
 
 @contextmanager
-def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
+def same_draws(model: nn.Module) -> Iterator[None]:
     """Run forwards without gradient, then restore random states and buffers."""
-    used = {device, *(parameter.device for parameter in model.parameters())}
-    types = {each.type for each in used} - {"cpu", "meta", "mps"}
-    indices = sorted({each.index or 0 for each in used if each.type in types})
-    device_type = next(iter(types), "cuda")
-    with random_states_kept(indices, device_type), torch.no_grad(), with_buffers(PythonState(), model):
+    with with_buffers(random_states(), model), torch.no_grad():
         yield
 
 
@@ -209,7 +203,7 @@ class RouterLoss:
         for shift in (0.0, _SHIFT):
             calls.clear()
             self._swap.look()
-            with same_draws(model, device), self._swap.by(moved(shift)):
+            with same_draws(model), self._swap.by(moved(shift)):
                 losses.append(float(forward(inputs).detach()))
         if not calls:
             return Form()
@@ -240,7 +234,7 @@ class RouterLoss:
             return self.nothing(device)
         self._swap.look()
         numbers = [torch.zeros(pool.experts + 1, dtype=count_dtype(device), device=device) for pool in pools]
-        with same_draws(model, device):
+        with same_draws(model):
             for inputs in window:
                 self._first_pass.append([])
                 with self._swap.by(self._note):

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.noise import random_states, seed
-from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
-from hf_accum_fix.accumulation.python_state import state_of
+from hf_accum_fix.accumulation.noise import seed
+from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden, random_states
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
@@ -419,7 +418,7 @@ def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
         with WholeState(scene.trainer.model, scene.trainer, follow_modules=True) as state, KeepsStorages(state):
             found.append(on_cpu(_of_whole(scene, rows, number=number)))
             named = {str(name) for each in state.kept if isinstance(each.before, dict) for name in each.differing()}
-            drew = any(isinstance(each.before, bytes) and state_of(each.holder) != each.before for each in state.kept)
+            drew = state.drew()
     if _difference(*found).floor * FLOORS <= WIDEST and named and not drew:
         raise UnsupportedSetupError(
             f"got a loss of the same samples that changes from call to call with {', '.join(sorted(named)[:5])}; "
@@ -438,7 +437,7 @@ def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor
     seed(0)
     before = random_states()
     loss = scene.backward(inputs)
-    drew, gradient = random_states() != before, on_cpu(take(scene.parameters))
+    drew, gradient = before.drew(), on_cpu(take(scene.parameters))
     return loss, gradient, _refuse_randomness(scene, rows, gradient) if drew else ()
 
 

@@ -13,9 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.preserve import KeepsStorages, eagerly, overridden
-from hf_accum_fix.accumulation.python_state import PythonState
+from hf_accum_fix.accumulation.preserve import KeepsStorages, PythonState, eagerly, overridden, random_states
 from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.confirmation import unconfirmed
 from hf_accum_fix.options import SWITCH, Options, enabled
@@ -44,7 +42,7 @@ class WholeState(PythonState):
 def restored(trainer: TrainerLike) -> Iterator[None]:
     """Restore, also after an error, all state reachable from a trainer and the random states; clear gradients first."""
     with (
-        random_states_kept(),
+        random_states(),
         # report() lists training runs only.
         overridden(observations, "_RUNS", []),
         _quiet(),
