@@ -240,16 +240,16 @@ def _unpacked(tensor: Tensor | None) -> Tensor:
 
 def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
     """A term without its nodes; after this nothing holds the graph."""
-    path, leaf = term.path, term.leaf
+    leaf = term.leaf
     with _disable_current_modes():
         factors = tuple(float(f.value.detach() if isinstance(f.value, Tensor) else f.value) for f in term.factors)
-        kept = None if captured.values is None else captured.values.of(path.top)
+        kept = None if captured.values is None else captured.values.of(term.top)
         ignored = ignored_index(term)
         found = TermLook(
             term.shape,
             factors,
             None,
-            path.above,
+            term.above,
             own_divisor=term.divides,
             rows=term.rows,
             within=term.within,
@@ -261,13 +261,13 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             targets=float(getattr(leaf, "_saved_total_weight", 0.0)),
             named=() if ignored is None else tuple(_named(leaf._saved_target, ignored, batch)),
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
-            shares_learnt=any(each.learnt for each in term.factors[: path.above]),
-            adds=path.added,
+            shares_learnt=any(each.learnt for each in term.factors[: term.above]),
+            adds=term.added,
             sorts=_sorts_elements(leaf),
             weighs=any(map(_has_weights, _below(leaf))),
             layered=not term.readable and _holds_layers(leaf),
         )
-        return found if kept is None else replace(found, value=float(kept) * found.product(range(path.above)))
+        return found if kept is None else replace(found, value=float(kept) * found.product(range(term.above)))
 
 
 def _filled(terms: list[TermLook], loss: float) -> list[TermLook]:

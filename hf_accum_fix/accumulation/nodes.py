@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 #: Nodes by what they do: "pass" keeps a number, "factor" multiplies or divides it, "sum" and "mean" reduce a tensor to
-#: it, "choose" selects elements by value.
+#: it, "dot" sums products, "choose" selects elements by value.
 _NODES = {
     "pass": "ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute NanToNum "
     # Of distributed tensors and DistributedDataParallel; DeepSpeed's hooks on what a module returns.
@@ -25,18 +25,15 @@ _NODES = {
     "add": "Add Sub Rsub",
     "factor": "Neg Mul Div Where",
     "mean": "Mean",
-    "sum": "Sum Nansum Dot Mm Bmm",
+    "sum": "Sum Nansum",
+    "dot": "Dot Mm Bmm",
     "stack": "Stack Cat",
     "choose": "Topk Kthvalue",
 }
 #: What each node does.
 ROWS: Mapping[str, str] = MappingProxyType({name: does for does, names in _NODES.items() for name in names.split()})
-#: Losses that divide by rows, not by elements.
-_BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
-#: Sums of products.
-PRODUCTS = ("Dot", "Mm", "Bmm")
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
-#: Most nodes of a learnt factor (exp(-s)).
+#: Most nodes of a learnt factor (exp(-s)), and between a number and a tensor of one element.
 _MOST_NODES = 32
 #: The last loss that was read.
 _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
@@ -64,20 +61,20 @@ class Factor(NamedTuple):
         """Whether it has a gradient."""
         return self.node is not None
 
-    def on_host(self) -> Factor:
-        """With a Python number for one on the CPU."""
-        if not isinstance(self.value, Tensor) or self.value.ndim > 0 or not self.value.is_cpu:
-            return self
-        return self._replace(value=float(self.value))
 
-
-#: The edge below a sum, and what it is multiplied by there.
-Summand: TypeAlias = "tuple[Edge, tuple[Factor, ...]]"
+#: An edge below a node, and what it is multiplied by there.
+Step: TypeAlias = "tuple[Edge, tuple[Factor, ...]]"
 
 
 def on_host(number: Tensor | float) -> bool:
     """Whether reading a number does not wait for a device."""
     return not isinstance(number, Tensor) or number.device.type == "cpu"
+
+
+def as_number(factor: Factor) -> Factor:
+    """A factor with a Python number for one on the host."""
+    is_number = on_host(factor.value) and not (isinstance(factor.value, Tensor) and factor.value.ndim)
+    return factor._replace(value=float(factor.value)) if is_number else factor
 
 
 def note_loss(loss: Tensor) -> None:
@@ -95,10 +92,7 @@ def does(node: Any) -> str:
     """As in `ROWS`, or "loss": a mean or sum by one of torch's loss functions; empty: anything else."""
     if getattr(node, "_saved_reduction", 0):
         return "loss"
-    kind = kind_of(node)
-    if kind == "Pow":
-        return "pass" if node._saved_exponent == 1 else ""
-    return ROWS.get(kind, "")
+    return ROWS.get(type(node).__name__.rpartition("Backward")[0], "")
 
 
 def is_parameter(node: Any) -> bool:
@@ -109,11 +103,6 @@ def is_parameter(node: Any) -> bool:
 def live_edges(node: Any) -> list[Edge]:
     """The edges to what has a gradient."""
     return [each for each in node.next_functions if each[0] is not None]
-
-
-def passed(node: Any, output: int) -> Edge:
-    """The edge below a node that keeps a number; DDP's maps each input to one output."""
-    return node.next_functions[output] if type(node).__name__.startswith("_DDP") else live_edges(node)[0]
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
@@ -134,13 +123,24 @@ def has_several_outputs(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or type(node).__name__.startswith(_SEVERAL_OUTPUTS)
 
 
-def summands(node: Any) -> list[Summand]:
+def steps(node: Any, output: int, does: str) -> list[Step] | None:
+    """The live edges below a node that passes a number on, adds or multiplies; None: it does something else."""
+    if does == "pass":
+        # DDP's maps each input to one output.
+        is_ddp = type(node).__name__.startswith("_DDP")
+        return [(node.next_functions[output] if is_ddp else live_edges(node)[0], ())]
+    if does == "add":
+        return summands(node)
+    found = factor_of(node) if does == "factor" else None
+    return None if found is None else [(found[0], (found[1],))]
+
+
+def summands(node: Any) -> list[Step]:
     """The edges below a sum that have a gradient, and what each is multiplied by."""
     alpha = float(node._saved_alpha)
-    signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[kind_of(node)[0]]
+    signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[type(node).__name__[0]]
     edges = zip((*node.next_functions, (None, 0))[:2], signs, strict=True)
-    found: list[Summand] = [(each, () if sign == 1 else (Factor(sign),)) for each, sign in edges]
-    return [each for each in found if each[0][0] is not None]
+    return [(each, () if sign == 1 else (Factor(sign),)) for each, sign in edges if each[0] is not None]
 
 
 def factor_of(node: Any) -> tuple[Edge, Factor] | None:
@@ -163,32 +163,22 @@ def factor_of(node: Any) -> tuple[Edge, Factor] | None:
     return below, Factor(value.detach() if has_gradient else value, kind == "Div", node if has_gradient else None)
 
 
-def number_below(node: Any, does: str) -> Edge | None:
-    """The single number that a mean or sum reduces, or that a mean has for every element; None: it reduces more."""
-    below = live_edges(node)[0]
-    if does == "mean" and type(below[0]).__name__ == "ExpandBackward0":
-        expanded = live_edges(below[0])[0]
-        return expanded if shape_of(expanded[0]) == () else None
-    is_product = type(node).__name__.startswith(PRODUCTS)
-    return below if does != "loss" and not is_product and is_number(below[0]) else None
+def number_below(edge: Edge, does: str) -> Edge | None:
+    """The single number that a mean or sum over an edge reduces, or that a mean has for every element."""
+    if does == "mean" and type(edge[0]).__name__ == "ExpandBackward0":
+        [edge] = live_edges(edge[0])
+        return edge if shape_of(edge[0]) == () else None
+    return edge if is_number(edge[0]) else None
 
 
 def is_number(node: Any, left: int = 2 * _MOST_NODES) -> bool:
     """Whether a node returns a single number, or makes a tensor of one element from one."""
     shape = shape_of(node)
-    if shape == ():
-        return True
-    if math.prod(shape) != 1:
-        return False
+    if shape == () or not left or math.prod(shape) != 1:
+        return shape == ()
     # A tensor of one element is no number where it is a batch of one sample.
-    if does(node) == "pass":
-        return shape_of(node.next_functions[0][0]) == () or (
-            left > 0 and is_number(node.next_functions[0][0], left - 1)
-        )
-    if is_parameter(node):
-        return True
-    adds = left > 0 and does(node) in ("add", "factor")
-    return adds and all(is_number(each, left - 1) for each, _ in live_edges(node))
+    below = live_edges(node) if does(node) in ("pass", "add", "factor") else []
+    return is_parameter(node) or (bool(below) and all(is_number(each, left - 1) for each, _ in below))
 
 
 def adds_a_number(node: Any) -> bool:
@@ -196,18 +186,13 @@ def adds_a_number(node: Any) -> bool:
     return does(node) == "add" and sorted(shape_of(each) == () for each, _ in live_edges(node)) == [False, True]
 
 
-def own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
+def own_divisor(node: Any, does: str, below: Any) -> tuple[Factor, ...]:
     """What a mean divides by itself; empty: it is a sum."""
-    if does == "sum" or getattr(node, "_saved_reduction", 0) == 2:
-        return []
-    if does == "mean":
-        return [Factor(float(node._saved_self_sym_numel), divides=True)]
-    total = getattr(node, "_saved_total_weight", None)
-    if total is None:
-        # Before torch 2.5 a shape takes a gradient.
-        shape = shape_of(below)
-        total = float(math.prod(shape[:1] if type(node).__name__ in _BY_ROW else shape))
-    return [Factor(total, divides=True)]
+    if does in ("sum", "dot") or (does == "loss" and node._saved_reduction == 2):
+        return ()
+    total = float(node._saved_self_sym_numel) if does == "mean" else getattr(node, "_saved_total_weight", None)
+    # Before torch 2.5 a shape takes a gradient.
+    return (Factor(float(math.prod(shape_of(below))) if total is None else total, divides=True),)
 
 
 def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:

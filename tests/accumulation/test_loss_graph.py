@@ -118,7 +118,7 @@ def _word(term: Term) -> str:
 Loss = Callable[[Learnt], Tensor]
 
 TABLE: dict[str, tuple[Loss, str]] = {
-    # Losses of torch: means over targets, over their weights, over elements and over rows.
+    # Losses of torch: means over targets, over their weights, and over elements, of which a row has several.
     "cross entropy": (lambda x: x.ce, "NllLoss /[4]"),
     "of tokens": (lambda x: F.cross_entropy(x.logits.T[None], TARGETS[None]), "NllLoss2D /[4]"),
     "class weights": (lambda x: F.cross_entropy(x.logits, TARGETS, WEIGHTS), "NllLoss /[7.5]"),
@@ -153,10 +153,10 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "ranking": (lambda x: F.margin_ranking_loss(x.one, VALUES, SIGNS), "Mean /[6]"),
     "hinge": (lambda x: F.hinge_embedding_loss(x.one, SIGNS), "Mean /[6]"),
     "soft margin": (lambda x: F.soft_margin_loss(x.one, SIGNS), "SoftMarginLoss /[6]"),
-    "margins by row": (lambda x: F.multi_margin_loss(x.logits, TARGETS.clamp(min=0)), "MultiMarginLoss /[6]"),
+    "margins by row": (lambda x: F.multi_margin_loss(x.logits, TARGETS.clamp(min=0)), "MultiMarginLoss /[24]"),
     "margins of several classes by row": (
         lambda x: F.multilabel_margin_loss(x.logits, torch.full((6, 4), -1)),
-        "MultilabelMarginLoss /[6]",
+        "MultilabelMarginLoss /[24]",
     ),
     "poisson": (lambda x: F.poisson_nll_loss(x.one, MASK), "Mean /[6]"),
     "ctc": (lambda x: ctc(x, "mean"), "Mean /[1]"),
@@ -441,7 +441,7 @@ def test_a_hook_on_the_top_of_a_term_weighs_all_of_it(loss: Loss, weights: tuple
     x, wanted = Learnt(), Learnt()
     made = loss(x)
     for term, weight in zip(read(made), weights, strict=True):
-        term.path.top.register_prehook(lambda grads, weight=weight: tuple(g and g * weight for g in grads))
+        term.top.register_prehook(lambda grads, weight=weight: tuple(g and g * weight for g in grads))
     made.backward(torch.ones_like(made))
     alike(wanted).backward()
     for name in ("logits", "scale", "pair"):
@@ -460,7 +460,7 @@ def test_a_hook_on_the_top_of_a_term_weighs_all_of_it(loss: Loss, weights: tuple
     ids=["one term", "two", "nested"],
 )
 def test_factors_above_the_top_of_a_term(loss: Loss, above: list[int]) -> None:
-    assert [term.path.above for term in read(loss(Learnt()))] == above
+    assert [term.above for term in read(loss(Learnt()))] == above
 
 
 def test_the_products_with_learnt_factors() -> None:
@@ -468,7 +468,7 @@ def test_the_products_with_learnt_factors() -> None:
     factor = torch.exp(-x.scale)
     product = factor * x.ce
     (term, _) = read(product + x.scale)
-    assert term.path.learnt == (product.grad_fn,)
+    assert term.learnt_products == (product.grad_fn,)
 
 
 @pytest.mark.parametrize(
