@@ -75,7 +75,10 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
     as_stock = any(each.as_stock for each in pool)
-    found = replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, as_stock=as_stock)
+    hands = any(each.hands_number for each in pool)
+    found = replace(
+        first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, as_stock=as_stock, hands_number=hands
+    )
     return found.of_two_fates(takes_number=as_stock or (found.custom and found.by_number))
 
 

@@ -103,6 +103,8 @@ def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exce
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
+    # One rank's looks may have shown that.
+    host.requires_number |= found.is_read and found.hands_number
     loss.use_contract(found)
 
 

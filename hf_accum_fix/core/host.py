@@ -89,6 +89,7 @@ class Host(ABC):
         repeated: samples that its dataloader repeats, for report().
         warned: names of the warnings that were given.
         passes_number: the model gets num_items_in_batch.
+        requires_number: what computes the loss cannot do without it.
         accelerator: the ``accelerate.Accelerator``; None: there is none.
         rank: this process among all.
         world_size: processes in a collective.
@@ -112,6 +113,7 @@ class Host(ABC):
     device: torch.device
     coupled: WholeWindowLoss | None = None
     over_ranks: float | None = None
+    requires_number = False
 
     def __init__(self, options: Options) -> None:
         self.options, self.state = options, TrainingState()

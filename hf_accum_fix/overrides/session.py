@@ -63,7 +63,6 @@ class Session(Host):
         base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
         func: the trainer's ``compute_loss_func``; None: it has none.
         computed_by: what computed the loss when it was observed.
-        requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
         kept_back: see `LossRun`.
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
         busy: running overrides, so that a nested call passes through.
@@ -78,7 +77,6 @@ class Session(Host):
     base_loss: BaseLoss | None = None
     func: Callable[..., Any] | None = None
     computed_by: tuple[Any, ...] = ()
-    requires_number = False
     kept_back = 0
     uncounted: list[Any] | None = None
     busy: frozenset[str] = frozenset()

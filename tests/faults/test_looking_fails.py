@@ -35,7 +35,7 @@ FAULTS = [
     ("accumulation.look", "ways_of_counting"),
     ("accumulation.observe", "splits"),
     ("accumulation.observe", "learn"),
-    ("accumulation.observe", "own_scale"),
+    ("accumulation.observe", "_with_own_constants"),
     ("accumulation.learn", "matching_rules"),
     ("accumulation.items", "Items.count"),
     ("accumulation.part", "Part.note"),
