@@ -32,6 +32,7 @@ class Setting:
         decoder_pad: as for `rules.targets_padding`.
         has_z_loss: the model's loss has a mean over all positions, a router's loss by convention.
         has_stock: a Trainer hands its number on, so that what cannot be read may stay as it is there.
+        doubt: why it is not exact, whatever is observed; empty: there is no reason.
         is_cut: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
     """
 
@@ -48,6 +49,7 @@ class Setting:
     decoder_pad: int | None = None
     has_stock: bool = False
     is_cut: bool = False
+    doubt: str = ""
 
 
 @dataclass(frozen=True)

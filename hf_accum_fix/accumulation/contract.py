@@ -111,7 +111,7 @@ class LossContract:
 
     Attributes:
         reduction: how the loss is reduced.
-        items: what ``N`` counts; None only for `Reduction.SUM`, `Reduction.PLAIN` and `Reduction.WINDOW`.
+        items: what ``N`` counts; None for what is no mean over items.
         router_coefficient: factor of the ``aux_loss`` (see `router_loss`) in the loss, which stays a mean over
             micro-batches; 0.0: there is none.
         router_z_coefficient: the same for the ``z_loss``.
@@ -123,7 +123,6 @@ class LossContract:
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
         hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
         dtype: of the loss, in which its weights are computed.
-        as_stock: the training is the stock Trainer's, to the bit.
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
         doubt: why it is reported as not exact; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
@@ -144,7 +143,6 @@ class LossContract:
     custom: bool = False
     hands_number: bool = True
     dtype: torch.dtype = torch.float32
-    as_stock: bool = False
     takes_world_size: bool | None = None
     doubt: str = ""
     cause: Cause | None = None
@@ -279,18 +277,23 @@ class LossContract:
     @property
     def exact(self) -> bool:
         """Whether every split of the global batch gives the same gradient (router terms by convention)."""
-        return self.reduction is not Reduction.PLAIN and self.conclusive and not self.doubt
+        return self.is_weighed and self.conclusive and not self.doubt
 
-    def averaged(self, reason: str) -> LossContract:
-        """Its micro-batches are averaged, for this reason."""
-        items = self.items if self.hands_number else None
-        return replace(self, reduction=Reduction.PLAIN, items=items, terms=(), doubt=reason, reason=reason)
+    @property
+    def is_weighed(self) -> bool:
+        """Whether it is neither averaged nor stock's, to the bit."""
+        return self.reduction not in (Reduction.PLAIN, Reduction.STOCK)
+
+    def averaged(self, reason: str, *, stays: bool = False) -> LossContract:
+        """Its micro-batches are averaged, or it ``stays`` stock's, for this reason."""
+        items, reduction = self.items if self.hands_number else None, Reduction.STOCK if stays else Reduction.PLAIN
+        return replace(self, reduction=reduction, items=items, terms=(), doubt=reason, reason=reason)
 
     def of_two_fates(self, *, takes_number: bool) -> LossContract:
         """What is not exact is the stock Trainer's if it ``takes_number``, else its micro-batches are averaged."""
-        if self.exact or self.cause is Cause.LOG or not (self.doubt or self.reduction is Reduction.PLAIN):
+        if self.exact or self.cause is Cause.LOG or (self.is_weighed and not self.doubt):
             return self
-        return replace(self.averaged(self.doubt or self.reason), as_stock=takes_number)
+        return self.averaged(self.doubt or self.reason, stays=takes_number)
 
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""

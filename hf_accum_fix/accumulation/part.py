@@ -87,6 +87,11 @@ class Part:
                 noted.append((0.0, planned - self._stacked(place, 1).sum()))
 
     @property
+    def total(self) -> Tensor:
+        """N of the rule in use, 0-dim."""
+        return next(iter(self.totals.values()))
+
+    @property
     def latest(self) -> Mapping[int, Number]:
         """The divisors of the last micro-batch, by the place of their `TermSpec`."""
         return {place: noted[-1][0] for place, noted in self._noted.items()}

@@ -6,7 +6,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -38,21 +37,6 @@ OTHER_COUNTS = "its terms divide by another number of items than predicted"
 #: Why a loss is not observed: only what training runs is run.
 MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
 MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run except to train"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a loss before it is observed.
-
-    Attributes:
-        setting: of the training.
-        unobserved: its contract, if only what training runs may be run; None: it is observed.
-        doubt: why it is not exact, whatever is observed; empty: there is no reason.
-    """
-
-    setting: Setting
-    unobserved: LossContract | None = None
-    doubt: str = ""
 
 
 class WholeWindowLoss(Protocol):
@@ -237,8 +221,11 @@ class Host(ABC):
         return self.run(batches)
 
     @abstractmethod
-    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
-        """What is known of the loss of these micro-batches; ``number``: upstream's count of them, or None."""
+    def facts(self, batches: Sequence[Any], number: Any) -> Setting | LossContract:
+        """What is known of the loss of these micro-batches; ``number``: upstream's count of them, or None.
+
+        Its contract, if only what training runs may be run.
+        """
 
     def setting(self, bare: nn.Module, *, handed: str, hands_number: bool, **more: Any) -> Setting:
         """Facts about any training, and ``more`` of this host's; ``bare``: the model without wrappers."""
@@ -294,7 +281,7 @@ class Host(ABC):
         """Let the training go on as without us: its loss cannot be read, or looking at it failed on a rank."""
         state, plain = self.state, self.contract
         state.aside = True
-        if plain is None or not plain.as_stock:
+        if plain is None or plain.reduction is not Reduction.STOCK:
             plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed on another rank")
             # Once, whatever this rank has warned of already.
             if "inexact" not in self.warned:

@@ -12,7 +12,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.items import Labels
 
-#: The first windows, in each of which the loss is observed, by other samples.
+#: Most windows in which a loss is observed that shows nothing conclusive; so many are corrected on several ranks.
 ATTEMPTS = 3
 #: For all windows.
 ALWAYS = sys.maxsize
@@ -32,8 +32,7 @@ class LossState:
         windows_to_correct: so many of the next windows have their gradient multiplied by predicted over seen items.
         reconsiders: it is observed again in the next window.
         reconsidered: how often that was done.
-        mixed: in the window before, micro-batches of this rank had other terms than the contract.
-        last_mixed: the window after the last for which a rank reported that, and looks showed nothing new.
+        mixed: windows in a row in which micro-batches of this rank had other terms than the contract.
     """
 
     contract: LossContract | None = None
@@ -43,19 +42,12 @@ class LossState:
     windows_to_correct: int = 0
     reconsiders: bool = False
     reconsidered: int = 0
-    mixed: bool = False
-    last_mixed: int = -1
+    mixed: int = 0
 
     @property
     def is_settled(self) -> bool:
         """Whether it is not observed again."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
-
-    @property
-    def needs_forwards(self) -> bool:
-        """Whether no rule predicts what its terms divide by, and no one number can correct them."""
-        contract = self.contract
-        return contract is not None and (contract.needs_forwards or (self.counts_by_forwards and contract.groups > 1))
 
     def use_contract(self, contract: LossContract) -> None:
         """Use a contract from this window on."""
@@ -68,6 +60,11 @@ class LossState:
         else:
             # No window has confirmed its rules yet.
             self.windows_to_correct = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
+
+    def takes_correction(self) -> bool:
+        """Whether one more window is corrected."""
+        self.windows_to_correct, before = max(self.windows_to_correct - 1, 0), self.windows_to_correct
+        return before > 0
 
     def reconsider(self) -> None:
         """Observe it again in the next window; limited, as each time takes forwards."""

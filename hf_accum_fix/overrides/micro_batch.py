@@ -31,7 +31,7 @@ from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.trainer_facts import counts_itself, scales_itself
+from hf_accum_fix.overrides.trainer_facts import counts_itself
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -205,15 +205,13 @@ class MicroBatch:
 
     def _weigh(self, loss: Tensor) -> bool:
         """Weight a loss of this micro-batch; True: that is done."""
-        session, window, contract = self.session, self.window, self.part.contract
+        window, contract = self.window, self.part.contract
         if contract.terms:
             inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
             with overridden(self, "_inside", True):
                 self.weighed = window.weigh(loss, self.batch, self._captured, inputs)
         else:
-            divided = contract.custom and scales_itself(session.trainer)
-            loss = loss * 0.0 if self.zero_weight and contract.custom else loss
-            self.weighed = window.average(loss, len(window.batches) if divided else 1)
+            self.weighed = window.average(loss * 0.0 if self.zero_weight and contract.custom else loss)
         return True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_accum_fix.accumulation import declared
+from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import LossRun
@@ -21,7 +23,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.contracts import settle
-from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host
+from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Host
 from hf_accum_fix.core.state import LossState
 from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.coupled.coupled_loss import planned
@@ -293,7 +295,7 @@ class Session(Host):
                 "num_items_in_batch; expected Reduction.MEAN, or set model_accepts_loss_kwargs = True"
             )
 
-    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
+    def facts(self, batches: Sequence[Any], number: Any) -> Setting | LossContract:
         trainer, compute_loss, func = self.trainer, self.custom_loss, self.func
         # Where nothing is counted, training passes None.
         counts = number is not None or facts_of.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
@@ -315,8 +317,7 @@ class Session(Host):
         made_later = not all(isinstance(batch, Mapping) for batch in batches)
         if made_later or facts_of.replaces_step(trainer):
             reason = MADE_LATER if made_later else MADE_BY_STEP
-            plain = LossContract(Reduction.PLAIN, custom=True, as_stock=True, doubt=reason, reason=reason)
-            return Facts(setting, unobserved=plain)
+            return LossContract(Reduction.STOCK, custom=True, doubt=reason, reason=reason)
         doubt = ""
         if any(map(has_own_hooks, self.model.parameters())):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
@@ -324,9 +325,8 @@ class Session(Host):
             # One part of a sample shows no count.
             if any(router_coefficients(bare)):
                 doubt = "a router loss is added to smoothed labels"
-            smoothed = LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
-            return Facts(setting, unobserved=smoothed)
-        return Facts(setting, doubt=doubt)
+            return LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
+        return replace(setting, doubt=doubt)
 
 
 def settled_contract(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:

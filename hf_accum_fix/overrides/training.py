@@ -151,10 +151,10 @@ def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: An
 
 def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
     """Train as stock where a trainer counts the items that its model divides by in its own way."""
-    counts, contract = window.counts, window.part.contract
+    contract = window.part.contract
     if number is None or contract.custom or not session.accepts_number or not session.reads_are_free:
         return
-    of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
+    of_all, total = float(number if session.world_size == 1 else window.number or 0), float(window.part.total)
     if abs(of_all - total) > 1e-6 * total:
         words = f"counts {of_all:g} items of a window that has {total:g}, by which its model divides in stock"
         session.not_exact("own number", words)
@@ -166,24 +166,24 @@ def _number_of(session: Session, window: Window | None, upstream_number: Any) ->
     trainer = session.trainer
     if window is None:
         return stock_number(session, upstream_number)
-    counts, part = window.counts, window.part
-    contract, number, averages = part.contract, counts.number, averages_tokens(trainer)
+    part, number, averages = window.part, window.number, averages_tokens(trainer)
+    contract = part.contract
     # Of all ranks, or of this one.
     window.stock_number = number.long() if number is not None and averages else upstream_number
     if number is None:
         return window.stock_number
     if contract.items is not None and not contract.custom:
-        return counts.total.long()
+        return part.total.long()
     if not contract.by_number:
         return upstream_number
     if part.is_whole:
-        if window.host.reads_are_free and counts.total != number:
-            n, upstreams = float(counts.total), float(number)
+        if window.host.reads_are_free and part.total != number:
+            n, upstreams = float(part.total), float(number)
             window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
         return upstream_number
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
     multiplies = averages if contract.takes_world_size is None else contract.takes_world_size
-    return counts.total.long() if multiplies else counts.total / part.world_size
+    return part.total.long() if multiplies else part.total / part.world_size
 
 
 def stock_number(session: Session, upstream_number: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any, Final
 import transformers
 from transformers import Trainer, TrainerCallback
 
-from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.ranks import fails_everywhere
@@ -263,7 +262,7 @@ def _note_on(step: int, trainer: TrainerLike) -> list[str]:
 def _is_uniform(scene: Scene) -> bool:
     """Whether all samples have equally many items, so that weights by items and by samples are the same."""
     items = scene.contract.items
-    if items is None or not items.keys or scene.contract.reduction is Reduction.PLAIN:
+    if items is None or not items.keys or not scene.contract.is_weighed:
         return False
     counts = [scene.count([row]) or 0.0 for row in scene.every]
     return len(counts) > 1 and max(counts) > 1 and len(set(counts)) == 1
@@ -278,7 +277,7 @@ def _notes_on(
     if exact_router and "attention_mask" not in batch:
         yield "without an attention mask, padding is routed and counted: pad every split to the same width"
     stuck = sorted({each.per_device for each in results if CANNOT in each.verdict.words})
-    if stuck and scene.contract.reduction is Reduction.PLAIN:
+    if stuck and not scene.contract.is_weighed:
         yield (
             f"micro-batches of {', '.join(map(str, stuck))} samples cannot be run: if the model puts rows into "
             "groups by a size of its own, the full batch in one forward is another loss than in training"
