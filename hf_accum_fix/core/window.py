@@ -119,7 +119,7 @@ class Window:
             host.report_inexact(f"{skipped} of its micro-batches were skipped")
         if self.copied:
             part.plan(self.each)
-        counts = part.counts() if part.is_corrected and part.counted else None
+        counts = part.summed() if part.is_corrected and part.counted else None
         state.loss.mixed = state.loss.mixed + 1 if part.mixed else 0
         if part.changed:
             host.report_inexact(part.changed)
@@ -132,7 +132,7 @@ class Window:
         elif differs is not None and bool(differs):
             state.differs, why = True, OTHER_COUNTS
             if part.counted:
-                seen, predicted = part.counts().tolist()
+                seen, predicted = part.summed().tolist()
                 kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
                 why = f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}"
             host.report_inexact(why)

@@ -273,7 +273,7 @@ def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bo
         (weighed.loss / divided / ranks).backward()
         value += float(weighed.value) / ranks
     assert not any(part.changed for part in parts)
-    seen, predicted = torch.stack([part.counts() for part in parts]).sum(0).tolist()
+    seen, predicted = torch.stack([part.summed() for part in parts]).sum(0).tolist()
     times = predicted / seen if seen and is_corrected else 1.0
     for each in (model.weight, model.scale):
         if each.grad is not None:
@@ -371,7 +371,7 @@ def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
     for here, there in zip(gradients(model), gradients(wanted), strict=True):
         assert torch.allclose(here, there, rtol=1e-12, atol=1e-15)
     assert bool(weighed.value) == bool(same)
-    assert not part.counts()[0]
+    assert not part.summed()[0]
 
 
 def test_the_positions_of_a_router_are_not_compared_in_a_weightless_micro_batch() -> None:
@@ -413,7 +413,7 @@ def after_window(case: Case) -> Part:
 def test_counts_that_were_seen_and_predicted(name: str, seen: float, predicted: float) -> None:
     """Several counts are no one number to correct by."""
     case = named(name)
-    assert after_window(case).counts().tolist() == pytest.approx([seen, predicted], rel=1e-12)
+    assert after_window(case).summed().tolist() == pytest.approx([seen, predicted], rel=1e-12)
 
 
 def leaves_out(m: Model, b: Batch, n: Tensor) -> Tensor:

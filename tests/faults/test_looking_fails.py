@@ -39,7 +39,7 @@ FAULTS = [
     ("accumulation.learn", "matching_rules"),
     ("accumulation.items", "Items.count"),
     ("accumulation.part", "Part.note"),
-    ("accumulation.part", "Part.counts"),
+    ("accumulation.part", "Part.summed"),
     ("accumulation.part", "Part.broken"),
     ("accumulation.weigh", "_ready"),
     ("core.contracts", "agree"),
@@ -104,7 +104,7 @@ def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None
 
 
 #: These run once the window's losses are weighted.
-AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "remark")
+AFTER = ("Part.summed", "Part.broken", "Host.record", "Host.read", "remark")
 
 
 def two_terms(s: Seen) -> Tensor:
