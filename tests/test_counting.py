@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.accumulation.look import Setting
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.core.contracts import remark, settle
 from hf_accum_fix.core.loop_host import LoopHost

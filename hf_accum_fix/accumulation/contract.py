@@ -51,7 +51,6 @@ class TermSpec:
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
         counts: the places of the factors whose product is its divisor.
         own: the place of a trainer's division by the steps, where another term divides by num_items_in_batch.
-        classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
         rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
         counted: the count in the observed batch and its parts, on every rank.
     """
@@ -61,7 +60,6 @@ class TermSpec:
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
-    classes: int = 0
     rules: Mapping[Items, float] = field(default_factory=dict)
     counted: tuple[float, ...] = (1.0,)
 
@@ -117,8 +115,7 @@ class LossContract:
         router_z_coefficient: the same for the ``z_loss``.
         terms: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
         inside: means of stacked numbers are several terms, not rows.
-        added: something without a gradient is added to its terms, which is no mean over their items.
-        constant: its value, where it is the same in every micro-batch; 0.0: it is not.
+        added: what is added to its terms without a gradient; 0.0: it is no constant; None: nothing is.
         deep: its sums contain factors.
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
         hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
@@ -137,8 +134,7 @@ class LossContract:
     router_z_coefficient: float = 0.0
     terms: tuple[TermSpec, ...] = ()
     inside: bool = False
-    added: bool = False
-    constant: float = 0.0
+    added: float | None = None
     deep: bool = False
     custom: bool = False
     hands_number: bool = True

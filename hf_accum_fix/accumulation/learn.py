@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, starmap
 from typing import Any, NamedTuple
 
-from hf_accum_fix.accumulation.compare import Comparison, Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import TermLook
+from hf_accum_fix.accumulation.join import Split
+from hf_accum_fix.accumulation.look import Look, Setting, TermLook
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
@@ -27,6 +28,8 @@ DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 _REST = "a part without gradient is no constant (a router's: set use_reentrant=False), or its samples are coupled"
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
+#: Relative tolerance of two values computed alike, by bytes of their dtype.
+_TOLERANCE = {8: 1e-6, 4: 1e-5}
 #: The same term in the three looks; several of its rows.
 Triple = Sequence[Sequence[TermLook]]
 
@@ -43,6 +46,58 @@ class Judged(NamedTuple):
     def but(self, doubt: str = "", cause: Cause | None = None, **spec: Any) -> Judged:
         """With a doubt, and changes of its spec."""
         return self._replace(spec=replace(self.spec, **spec), doubt=doubt, cause=cause)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Looks at the three batches of a split, the whole first.
+
+    Attributes:
+        window: the micro-batches of this rank.
+        by_number: the model would divide by the number, if it got it.
+    """
+
+    looks: Sequence[Look]
+    split: Split
+    window: Sequence[Mapping[str, Any]]
+    setting: Setting
+    by_number: bool = False
+
+    @property
+    def whole(self) -> Look:
+        """The look at the batch."""
+        return self.looks[0]
+
+    @property
+    def batches(self) -> list[Mapping[str, Any]]:
+        """The batch and its parts."""
+        return [each.batch for each in self.looks]
+
+    @cached_property
+    def ignored(self) -> list[int]:
+        """The labels that are no targets."""
+        found = (each.ignored for each in (*self.whole.terms, *self.whole.inside))
+        return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
+
+    @property
+    def rounding(self) -> float:
+        """Relative, of the loss's values."""
+        return 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
+        return math.inf if self.whole.drew or not self.split.apart else self.rounding
+
+    def are_numbers(self, values: Sequence[float]) -> bool:
+        """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
+        numbers = [each.number for each in self.looks]
+        if None in numbers:
+            return False
+        # A model in 16 bits rounds it.
+        tolerance = 1e-2 if self.setting.rounded or self.whole.dtype.itemsize < 4 else 1e-6
+        times = [value / (number or 1) for value, number in zip(values, numbers, strict=True)]
+        return bool(times[0]) and all(is_near(each, times[0], tolerance) for each in times)
 
 
 def learn(compared: Comparison) -> LossContract:
@@ -82,7 +137,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
     judged = list[Judged]()
     for triple, place, values in _with_values(matched, looks):
         judged.append(_judge(triple, place, values, compared, judged))
-    specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
+    specs = tuple(each.spec for each in judged)
     doubts = [(each.doubt, each.cause) for each in judged if each.doubt]
     if compared.split.blocks > 1 and any(starmap(_are_chunks, combinations(specs, 2))):
         # Blocks of rows that were chosen such that they fit.
@@ -90,7 +145,8 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
     if len({spec.group for spec in specs}) > 1 and any(each.shares_learnt for each in terms):
         # No hook separates them.
         doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
-    rest, rest_is_mean = _rest(judged, compared) if any(each.adds for each in terms) else (0.0, True)
+    adds = any(each.adds for each in terms)
+    rest = _rest(judged, compared) if adds else 0.0
     if rest is None:
         doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", Cause.LOG))
     # What may change the gradient comes first.
@@ -110,8 +166,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         doubt=doubt,
         cause=Cause.COUPLED if Cause.COUPLED in {each for _, each in doubts} else cause,
         inside=inside,
-        added=not rest_is_mean,
-        constant=rest or 0.0,
+        added=(rest or 0.0) if adds else None,
         deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
         unchecked="" if shows else "its micro-batches can neither be joined nor divided into samples",
         conclusive=all(_shows(each, compared) for each in judged),
@@ -153,24 +208,13 @@ def _shows(term: Judged, compared: Comparison) -> bool:
     return term.spec.how not in (How.CONSTANT, How.PLAIN) or term.seen[0].learnt or 0.0 not in term.values
 
 
-def _classes(term: Judged, compared: Comparison) -> int:
-    """The classes of a cross entropy that every micro-batch has; 0: positions are its classes, or torch hides them."""
-    found, *others = [each.classes for each in term.seen]
-    widths = [{x.shape[1] for x in batch.values() if getattr(x, "ndim", 0) > 1} for batch in compared.batches]
-    return found if {*others} == {found} and not all(found in each for each in widths) else 0
-
-
-def _rest(judged: Sequence[Judged], compared: Comparison) -> tuple[float | None, bool]:
-    """What is added to the terms without a gradient, None: no constant; and whether it is a mean over their items."""
+def _rest(judged: Sequence[Judged], compared: Comparison) -> float | None:
+    """What is added to the terms without a gradient; None: it is no constant."""
     if any(None in each.values for each in judged):
-        return None, False
+        return None
     rests = [look.loss - math.fsum(each.values[at] or 0.0 for each in judged) for at, look in enumerate(compared.looks)]
     largest = compared.tolerance * max(abs(look.loss) for look in compared.looks)
-    if {each.spec.how for each in judged} == {How.MEAN} and len({each.spec.group for each in judged}) == 1:
-        n, sums = judged[0].spec.counted, [n * rest for n, rest in zip(judged[0].spec.counted, rests, strict=True)]
-        if abs(sums[0] - sums[1] - sums[2]) <= largest * n[0]:
-            return 0.0, True
-    return (rests[0] if max(rests) - min(rests) <= largest else None), False
+    return rests[0] if max(rests) - min(rests) <= largest else None
 
 
 # -------------------------------------------------------------------------------------------------- matching
@@ -198,7 +242,7 @@ def _are_rows(its: Triple, compared: Comparison) -> bool:
     """Whether the number of terms is proportional to the samples: then they are rows of one mean or sum."""
     (whole, one, other), samples = map(len, its), [each.samples for each in compared.looks]
     by_sample = one % samples[1] == 0 and one * samples[0] == whole * samples[1]
-    return whole == one + other and by_sample and len({term.classes for terms in its for term in terms}) == 1
+    return whole == one + other and by_sample
 
 
 def _with_values(

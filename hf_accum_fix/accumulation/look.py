@@ -57,6 +57,42 @@ class LossRun:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """Facts about a training that are known before its loss is observed; "the number" is num_items_in_batch.
+
+    Attributes:
+        handed: which forwards get the number: "all", "none", or one more ("once"), to see whether it divides the loss.
+        hands_number: the model or the compute_loss_func cannot do without it, and gets it in training.
+        custom: a custom ``compute_loss`` makes the loss.
+        func: a compute_loss_func makes it.
+        own: G and W, as far as the code that computes a custom loss names them, those above 1.
+        own_steps: G alone.
+        upstream_number: the items of this rank's window as the release counts them; None: it does not.
+        rounded: matrix products are less precise than float32.
+        decoder_pad: as for `rules.targets_padding`.
+        has_z_loss: the model's loss has a mean over all positions, a router's loss by convention.
+        has_stock: a Trainer hands its number on, so that what cannot be read may stay as it is there.
+        doubt: why it is not exact, whatever is observed; empty: there is no reason.
+        is_cut: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
+    """
+
+    handed: str = "none"
+    hands_number: bool = False
+    custom: bool = False
+    func: bool = False
+    own: frozenset[int] = frozenset()
+    own_steps: frozenset[int] = frozenset()
+    world_size: int = 1
+    upstream_number: float | None = None
+    rounded: bool = False
+    has_z_loss: bool = False
+    decoder_pad: int | None = None
+    has_stock: bool = False
+    is_cut: bool = False
+    doubt: str = ""
+
+
+@dataclass(frozen=True)
 class TermLook:
     """One term in one forward, as numbers.
 
@@ -66,7 +102,7 @@ class TermLook:
         value: its part of the loss; None: unknown.
         above: number of factors that it shares with other terms.
         own_divisor: the last factor is the loss function's own divisor.
-        rows, within, learnt, classes: as of `loss_graph.Term`.
+        rows, within, learnt: as of `loss_graph.Term`.
         router: the name of the router loss that it is.
         ignored: the label that is no target of a cross entropy; None: it is none.
         targets: the weight of a cross entropy's targets; 0.0: unknown.
@@ -85,7 +121,6 @@ class TermLook:
     rows: int
     within: int
     learnt: bool
-    classes: int
     router: str
     ignored: int | None
     targets: float
@@ -253,8 +288,6 @@ def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
             rows=term.rows,
             within=term.within,
             learnt=term.learnt,
-            # Before torch 2.5 a graph hides them.
-            classes=term.classes if hasattr(leaf, "_input_metadata") else 0,
             router=captured.routers.get(leaf, ""),
             ignored=ignored,
             targets=float(getattr(leaf, "_saved_total_weight", 0.0)),

@@ -92,12 +92,6 @@ class Term:
         return any(on_host(each.value) and float(each.value) == 0.0 for each in factors)
 
     @property
-    def classes(self) -> int:
-        """Number of classes of a cross entropy; 0: it is none, or has no gradient."""
-        below = self.leaf.next_functions[0][0] if self.name.startswith("NllLoss") else None
-        return 0 if below is None else shape_of(below)[min(1, len(shape_of(below)) - 1)]
-
-    @property
     def shape(self) -> tuple[Any, ...]:
         """Equal for the same term of two micro-batches: all but numbers."""
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))

@@ -15,13 +15,12 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.compare import Comparison, Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, TermSpec
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, sample_count
 from hf_accum_fix.accumulation.join import Split, splits
-from hf_accum_fix.accumulation.learn import learn, number_rule
-from hf_accum_fix.accumulation.look import Look, LossRun, TermLook, look, out_of_memory
+from hf_accum_fix.accumulation.learn import Comparison, learn, number_rule
+from hf_accum_fix.accumulation.look import Look, LossRun, Setting, TermLook, look, out_of_memory
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState

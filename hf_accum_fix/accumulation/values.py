@@ -61,7 +61,7 @@ def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[C
 
     ``head``: the model whose outputs have a router loss; None: there is none.
     """
-    several = contract is None or contract.groups > 1 or contract.added
+    several = contract is None or contract.groups > 1 or contract.added is not None
     captured = Captured(Values() if several else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:

@@ -67,12 +67,12 @@ def weigh(
         # What divides by the number of the global batch itself is added up.
         adds = contract.custom and any(each.how is How.NUMBER for each in contract.terms)
         return _ready(loss, left / part.micro_batches if adds else left, part)
-    alone = len(terms) == 1 and not contract.added
+    alone = len(terms) == 1 and contract.added is None
     micro_batch = _MicroBatch(loss, part, inputs, items, captured.values, alone, counts)
     weights = [each for place, one in enumerate(matched or ()) for each in micro_batch.weights(place, *one)]
     if not weights:
         return _ready(loss, math.inf, part)
-    if contract.groups == 1 and not contract.added:
+    if contract.groups == 1 and contract.added is None:
         return _ready(loss, weights[0].divisor, part)
     return _hooked(loss, weights, captured.values, part)
 
@@ -98,8 +98,6 @@ def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[Ter
         if alike and spec.place is not None and len(alike) != singles[spec.shape]:
             return None
         alike = alike if spec.place is None else alike[spec.place : spec.place + 1]
-        if spec.classes and any(term.classes != spec.classes for term in alike):
-            return None
         found.append((spec, alike))
     return found
 
@@ -298,10 +296,10 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
             top.register_prehook(_scaled(relative, part))
-    if added := part.contract.added or any(term.path.added for term, *_ in weights):
+    if added := part.contract.added is not None or any(term.path.added for term, *_ in weights):
         # A mean over no items hides what is added to it.
         hides = [each.isnan() & (weight == math.inf) for each, weight in known]
-        rest = torch.where(torch.stack(hides).any(), part.contract.constant, rest) if hides else rest
+        rest = torch.where(torch.stack(hides).any(), part.contract.added or 0.0, rest) if hides else rest
     if added or blank:
         # Else the rest of the loss belongs to the terms without a value.
         of_blank = next(iter(blank.values())) if len(blank) == 1 else part.remaining_divisor

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.accumulation.items import Labels, count_dtype, labels_of
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in

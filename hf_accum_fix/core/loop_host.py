@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import requires_number, wants_number
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.host import Host

@@ -15,10 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_accum_fix.accumulation import declared
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
