@@ -123,6 +123,7 @@ class LossContract:
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
         doubt: why it is reported as not exact; empty: it is exact.
         cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
+        grows: it is nearer to the sum of its parts than to their mean, as far as it can be read.
         unchecked: why coupled samples would not be detected; empty: they would.
         conclusive: False: it is observed again in the next window.
         reason: how it was found, in one sentence.
@@ -142,6 +143,7 @@ class LossContract:
     takes_world_size: bool | None = None
     doubt: str = ""
     cause: Cause | None = None
+    grows: bool = False
     unchecked: str = ""
     conclusive: bool = True
     reason: str = "given"

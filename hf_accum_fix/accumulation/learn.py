@@ -89,6 +89,12 @@ class Comparison:
         """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
         return math.inf if self.whole.drew or not self.split.apart else self.rounding
 
+    @property
+    def grows(self) -> bool:
+        """Whether the loss of the batch is nearer to the sum of its parts' than to their mean."""
+        whole, one, other = (each.loss for each in self.looks)
+        return self.split.shows_coupling and abs(whole - one - other) < abs(whole - (one + other) / 2)
+
     def are_numbers(self, values: Sequence[float]) -> bool:
         """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
         numbers = [each.number for each in self.looks]
@@ -165,6 +171,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         dtype=whole.dtype,
         doubt=doubt,
         cause=Cause.COUPLED if Cause.COUPLED in {each for _, each in doubts} else cause,
+        grows=compared.grows,
         inside=inside,
         added=(rest or 0.0) if adds else None,
         deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),

@@ -196,6 +196,8 @@ class _Plan:
         depends = self.moves or found.by_number or How.NUMBER in {each.how for each in found.terms}
         # Where nothing has shown yet how it is scaled, a trainer that names the steps may do that by itself.
         takes_number = depends or scale is not None if found.conclusive else bool(self.setting.own_steps)
+        # Averaging a sum would be further off than a Trainer that adds it up.
+        takes_number |= found.grows
         found = found.of_two_fates(takes_number=takes_number and self.setting.has_stock)
         if found.items is None and found.hands_number:
             # Its number counts as upstream's does.

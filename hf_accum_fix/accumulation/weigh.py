@@ -143,6 +143,9 @@ class _MicroBatch:
             # Without a correction at the end, weights have to use the planned counts.
             count = divisor if part.is_corrected else spec.counted[0] if items is None else items
             divisor = mean / count if isinstance(count, Tensor) or count else math.inf
+            if part.contract.groups > 1 and differ(*part.counts[place][0]):
+                # One number cannot correct several terms: the first micro-batch decides whether the rule fits.
+                divisor = part.remaining_divisor
         elif not found:
             if spec.how in (How.CONSTANT, How.ROUTER) and counts:
                 part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"

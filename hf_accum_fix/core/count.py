@@ -209,8 +209,8 @@ def _with_upstreams_rule(host: Host, counted: Counted) -> Counted:
         return counted
     rules = [rule for each in contract.terms if each.how is How.NUMBER for rule in each.rules]
     upstreams = [rule for rule in rules if counted.number is not None and part.totals[rule] == counted.number]
+    host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
     if not upstreams:
-        host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
         return counted
     contract = contract.with_rules_of_number(tuple(upstreams))
     totals: dict[Items | int, Tensor] = {rule: part.totals[rule] for rule in contract.rules}
