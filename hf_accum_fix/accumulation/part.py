@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import LossContract, TermSpec
 from hf_accum_fix.accumulation.items import Items, count_dtype, mean_item_count
 from hf_accum_fix.accumulation.loss_graph import Term
 from hf_accum_fix.accumulation.nodes import on_host
@@ -39,6 +39,7 @@ class Part:
         is_corrected: the gradient is corrected at the end of the window by the sum of the divisors, so single ones may
             differ from the prediction; else a mean is weighted by its rule's items.
         engine_divisor: the number that the engine divides a loss by.
+        own: this rank's part of the totals.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
         mixed: one had other terms.
         counts: of each micro-batch, by the place of a `TermSpec`.
@@ -51,6 +52,7 @@ class Part:
     world_size: int
     is_corrected: bool = True
     engine_divisor: int = 1
+    own: Mapping[Items | int | None, Tensor] = field(default_factory=dict)
     changed: str = field(default="", init=False)
     mixed: bool = field(default=False, init=False)
     counts: dict[int, list[Count]] = field(default_factory=dict, init=False)
@@ -112,16 +114,6 @@ class Part:
         """Add the divisor of one term of a micro-batch, and what was planned; ``place``: of its `TermSpec`."""
         self.counts.setdefault(place, []).append(Count(seen, planned))
 
-    def plan(self, each: Sequence[Mapping[Items | int, Tensor]]) -> None:
-        """Add what the plan lacks of the window's N, since copies of micro-batches may have other targets."""
-        for place, counts in self.counts.items():
-            spec = self.contract.terms[place] if self.contract.terms else None
-            if spec is not None and spec.rule is not None:
-                by_rule = torch.stack([items[spec.rule] for items in each]).sum() * spec.ratio
-                by_place = [items[place] for items in each if place in items]
-                planned = (torch.stack(by_place).sum() if by_place else by_rule).to(self.device)
-                counts.append(Count(0.0, planned - self._stacked(place)[1].sum()))
-
     @property
     def latest(self) -> Mapping[int, Number]:
         """The divisors of the last micro-batch, by the place of their `TermSpec`."""
@@ -136,7 +128,11 @@ class Part:
         """Items seen, and items planned, of this rank's window: [2] on the device."""
         if not self.counted:
             return torch.zeros(2, dtype=count_dtype(self.device), device=self.device)
-        return self._stacked(next(iter(self.counts))).sum(1)
+        place = next(iter(self.counts))
+        counts, spec = self._stacked(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
+        # A copy of a micro-batch may have other targets than were counted.
+        planned = self.own.get(place, spec.scaled(self.own.get(spec.rule)))
+        return counts if planned is None else torch.stack([counts[0], planned])
 
     def broken(self) -> Tensor | None:
         """Whether terms divided by other items than planned, 0-dim on the device; None: one count, or none."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,8 @@ def count_window(
     n: dict[Items | int, Tensor] = {**dict(zip(rules, items, strict=False))} or {Items(): host.zero}
     corrects = state.loss.takes_correction() or (host.data_ranks == 1 and host.corrects_alone)
     corrects = corrects and not is_deepspeed(host.accelerator)
-    part = Part(contract, n, len(batches), host.data_ranks, corrects, engine_divisor(host.accelerator))
+    own: dict[Items | int | None, Tensor] = {**dict(zip(rules, totals, strict=True))}
+    part = Part(contract, n, len(batches), host.data_ranks, corrects, engine_divisor(host.accelerator), own)
     counted = Counted(part, each, None if number is None else items[-1])
     # On several ranks the others wait for this one until they hear of it, in the next window.
     plan, instead = partial(_by_term, host, counted, batches, routing), counted if several else None
@@ -187,10 +189,7 @@ def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tens
     counted = _with_upstreams_rule(host, counted)
     part, state = counted.part, host.state
     if _needs_forwards(host, part) and not part.is_whole:
-        by_place = _count_by_forwards(host, batches, counted)
-        totals = {**part.totals}
-        totals.update(by_place.items())
-        counted = counted._replace(part=replace(part, totals=totals))
+        counted = counted._replace(part=_count_by_forwards(host, batches, counted))
     host.router.settle(routing, max(len(batches), 1), host.data_ranks)
     contract, empty = part.contract, None
     if batches and contract.items is not None:
@@ -234,7 +233,7 @@ def _ambiguous(host: Host, part: Part) -> set[How]:
     )
 
 
-def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> dict[int, Tensor]:
+def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> Part:
     """Count a window by its own forwards, where its inputs do not tell what a term of its loss divides by.
 
     Every micro-batch's loss is run once more, with its graph and without a backward, and read. State is restored,
@@ -242,10 +241,10 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> 
     micro-batch and one collective, in such windows only.
 
     Returns:
-        N of each mean over items of its own, by its place; 0-dim. Those of a micro-batch are added to its counts.
+        The part with N of each mean over items of its own, by its place; those of micro-batches are in their counts.
     """
     zero, part = host.zero, counted.part
-    totals = {at: zero for at, each in enumerate(part.contract.terms) if each.how is How.MEAN}
+    own = {at: zero for at, each in enumerate(part.contract.terms) if each.how is How.MEAN}
     if batches:
         with (
             host.run(batches) as run,
@@ -257,13 +256,16 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> 
                 # A rank that fails joins the others' collective below, and tells them in the next window.
                 nothing: Mapping[int, Any] = {}
                 for place, divisor in host.contained("counting by forwards", divided, nothing).items():
-                    if place in totals:
+                    if place in own:
                         its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.device)
-                        totals[place] = totals[place] + its[place]
-    if host.world_size > 1 and totals:
-        summed = host.summed(torch.stack([*totals.values()])) * host.data_ranks / host.world_size
-        totals = dict(zip(totals, summed.unbind(), strict=True))
-    return totals
+                        own[place] = own[place] + its[place]
+    by_place = own
+    if host.world_size > 1 and own:
+        summed = host.summed(torch.stack([*own.values()])) * host.data_ranks / host.world_size
+        by_place = dict(zip(own, summed.unbind(), strict=True))
+    return replace(
+        part, totals=dict(chain(part.totals.items(), by_place.items())), own=dict(chain(part.own.items(), own.items()))
+    )
 
 
 def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_number: bool) -> Mapping[int, Any]:

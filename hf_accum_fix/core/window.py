@@ -48,7 +48,6 @@ class Window:
         done: micro-batches that were run.
         value: the logged loss, summed over them, 0-dim.
         ended: it was closed.
-        copied: losses of copies or parts of its micro-batches were weighted.
         stock_number: num_items_in_batch as the stock Trainer has it.
     """
 
@@ -60,7 +59,6 @@ class Window:
     done: int = 0
     value: Tensor | None = None
     ended: bool = False
-    copied: bool = False
     stock_number: Any = None
 
     def items_of(self, batch: Any) -> Counts:
@@ -68,7 +66,6 @@ class Window:
         for one, items in zip(self.batches, self.each, strict=False):
             if one is batch:
                 return items
-        self.copied = True
         return count_by_rules(self.part.contract.rules, [batch], self.part.device)[0][0]
 
     def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
@@ -117,8 +114,6 @@ class Window:
         host, part, state = self.host, self.part, self.host.state
         if skipped := len(self.batches) - self.done:
             host.report_inexact(f"{skipped} of its micro-batches were skipped")
-        if self.copied:
-            part.plan(self.each)
         counts = part.summed() if part.is_corrected and part.counted else None
         state.loss.mixed = state.loss.mixed + 1 if part.mixed else 0
         if part.changed:
