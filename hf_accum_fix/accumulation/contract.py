@@ -114,7 +114,6 @@ class LossContract:
             micro-batches; 0.0: there is none.
         router_z_coefficient: the same for the ``z_loss``.
         terms: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
-        inside: means of stacked numbers are several terms, not rows.
         added: what is added to its terms without a gradient; 0.0: it is no constant; None: nothing is.
         deep: its sums contain factors.
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
@@ -134,7 +133,6 @@ class LossContract:
     router_coefficient: float = 0.0
     router_z_coefficient: float = 0.0
     terms: tuple[TermSpec, ...] = ()
-    inside: bool = False
     added: float | None = None
     deep: bool = False
     custom: bool = False

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,84 +92,12 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class TermLook:
-    """One term in one forward, as numbers.
-
-    Attributes:
-        shape: as of `loss_graph.Term`: name, whether it can be read, and (divides, learnt) of each factor.
-        factors: from the loss down.
-        value: its part of the loss; None: unknown.
-        above: number of factors that it shares with other terms.
-        own_divisor: the last factor is the loss function's own divisor.
-        rows, within, learnt: as of `loss_graph.Term`.
-        router: the name of the router loss that it is.
-        ignored: the label that is no target of a cross entropy; None: it is none.
-        targets: the weight of a cross entropy's targets; 0.0: unknown.
-        named: the rules whose targets the leaf has saved.
-        by_classes: it is a mean over the class weights of its targets.
-        shares_learnt: other terms have the same learnt factor.
-        adds: something without a gradient is added to it.
-        sorts, weighs, layered: its elements are sorted; they have weights; they pass layers.
-    """
-
-    shape: tuple[Any, ...]
-    factors: tuple[float, ...]
-    value: float | None
-    above: int
-    own_divisor: bool
-    rows: int
-    within: int
-    learnt: bool
-    router: str
-    ignored: int | None
-    targets: float
-    named: tuple[Items, ...]
-    by_classes: bool
-    shares_learnt: bool
-    adds: bool
-    sorts: bool
-    weighs: bool
-    layered: bool
-
-    @property
-    def name(self) -> str:
-        """Of the leaf."""
-        return str(self.shape[0])
-
-    @property
-    def readable(self) -> bool:
-        """Whether its leaf is a reduction."""
-        return bool(self.shape[1])
-
-    def divides(self, place: int) -> bool:
-        """Whether a factor divides it."""
-        return bool(self.shape[2 + place][0])
-
-    def is_own_divisor(self, place: int) -> bool:
-        """Whether a factor is the loss function's own divisor."""
-        return self.own_divisor and place == len(self.factors) - 1
-
-    def product(self, places: Sequence[int] | range) -> float:
-        """The product of these factors; nan: one divides by zero."""
-        result = 1.0
-        for place in places:
-            value = self.factors[place]
-            if not self.divides(place):
-                result *= value
-            else:
-                result = result / value if value else math.nan
-        return result
-
-
-@dataclass(frozen=True)
 class Look:
     """One forward of a loss.
 
     Attributes:
         number: passed to it; None: none.
         dtype: of the loss.
-        terms: with stacked numbers as rows.
-        inside: with stacked numbers as terms.
         drew: it drew random numbers, apart from dropout.
     """
 
@@ -178,8 +105,7 @@ class Look:
     number: float | None
     loss: float
     dtype: torch.dtype
-    terms: list[TermLook]
-    inside: list[TermLook]
+    terms: list[Term]
     drew: bool
 
     @property
@@ -201,7 +127,7 @@ class Look:
     @property
     def numbers(self) -> list[Any]:
         """All values of the loss, to compare."""
-        return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
+        return [self.loss, *((each.shape, each.numbers, each.value) for each in self.terms)]
 
 
 def look(
@@ -215,11 +141,9 @@ def look(
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(found.detach())
-    shown = partial(read, found, captured.routers, deep=True)
-    shapes = shown(inside=False), shown(inside=True)
-    kept = [without_nothing(terms) for terms in shapes]
-    rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
-    return Look(batch, number, total, found.dtype, rows, inside, noise.random_states() != before)
+    terms = without_nothing(read(found, captured.routers, deep=True))
+    terms = _filled([_as_numbers(each, captured, batch) for each in terms], total)
+    return Look(batch, number, total, found.dtype, terms, noise.random_states() != before)
 
 
 def run_with_graph(
@@ -272,40 +196,32 @@ def _unpacked(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
+def _as_numbers(term: Term, captured: Captured, batch: Mapping[str, Any]) -> Term:
     """A term without its nodes; after this nothing holds the graph."""
-    path, leaf = term.path, term.leaf
+    leaf, kept = term.leaf, None if captured.values is None else captured.values.of(term.top)
     with _disable_current_modes():
-        factors = tuple(float(f.value.detach() if isinstance(f.value, Tensor) else f.value) for f in term.factors)
-        kept = None if captured.values is None else captured.values.of(path.top)
         ignored = ignored_index(term)
-        found = TermLook(
-            term.shape,
-            factors,
-            None,
-            path.above,
-            own_divisor=term.divides,
-            rows=term.rows,
-            within=term.within,
-            learnt=term.learnt,
+        found = replace(
+            term,
+            top=None,
+            leaf=None,
+            factors=tuple(each.alone() for each in term.factors),
             router=captured.routers.get(leaf, ""),
             ignored=ignored,
             targets=float(getattr(leaf, "_saved_total_weight", 0.0)),
             named=() if ignored is None else tuple(_named(leaf._saved_target, ignored, batch)),
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
-            shares_learnt=any(each.learnt for each in term.factors[: path.above]),
-            adds=path.added,
             sorts=_sorts_elements(leaf),
             weighs=any(map(_has_weights, _below(leaf))),
             layered=not term.readable and _holds_layers(leaf),
         )
-        return found if kept is None else replace(found, value=float(kept) * found.product(range(path.above)))
+        return found if kept is None else replace(found, value=float(kept) * found.product(range(found.above)))
 
 
-def _filled(terms: list[TermLook], loss: float) -> list[TermLook]:
+def _filled(terms: list[Term], loss: float) -> list[Term]:
     """Assign the rest of a loss to its only term, or to the only one without a value."""
     blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
-    if len(blank) != 1 or any(each.adds for each in terms):
+    if len(blank) != 1 or any(each.added for each in terms):
         return terms
     rest = loss - math.fsum(each.value or 0.0 for each in terms if each is not blank[0])
     return [replace(each, value=rest) if each is blank[0] else each for each in terms]

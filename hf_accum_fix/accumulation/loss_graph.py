@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import nodes, stacks
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
 
 #: Most terms of a loss that is read.
@@ -26,84 +29,111 @@ _MOST_TERMS = 4096
 
 
 @dataclass(frozen=True)
-class Path:
-    """The path from a loss down to a term.
-
-    Attributes:
-        top: the highest node that belongs to this term alone; a hook there weights the whole term.
-        factors: from the loss down.
-        above: number of factors above ``top``.
-        added: something without a gradient is added on the path.
-    """
-
-    top: Any
-    factors: tuple[Factor, ...] = ()
-    above: int = 0
-    added: bool = False
-
-    @property
-    def learnt(self) -> tuple[Any, ...]:
-        """The products or quotients with learnt factors."""
-        return tuple(each.node for each in self.factors if each.learnt)
-
-    def times(self, *factors: Factor) -> Path:
-        """With more factors."""
-        return replace(self, factors=(*self.factors, *factors)) if factors else self
-
-    def below(self, top: Any, *factors: Factor) -> Path:
-        """Below a sum, where ``top`` belongs to one of its terms, multiplied by ``factors``."""
-        path = self.times(*factors)
-        return replace(path, top=top, above=len(path.factors))
-
-
-@dataclass(frozen=True)
 class Term:
     """One reduction inside a loss.
 
     Attributes:
-        name: of the leaf.
+        top: the highest node that belongs to this term alone; a hook there weights the whole term.
         leaf: the node that reduces, or that could not be read.
-        path: from the loss to it; the leaf's own divisor is the last factor.
+        factors: from the loss down; the leaf's own divisor is the last.
+        above: number of factors above ``top``.
+        added: something without a gradient is added on the path from the loss.
+        name: of the leaf.
         readable: False: the leaf is no reduction, and what is below is unknown.
         rows: how many single numbers the leaf reduces, from stack or cat; 0: it reduces a tensor.
         divides: the last factor is the leaf's own divisor.
         within: number of factors inside the leaf's sum.
         learnt: the leaf is a function of single parameters.
+
+    A look keeps numbers alone, without nodes:
+        value: its part of the loss; None: unknown.
+        router: the name of the router loss that it is.
+        ignored: the label that is no target of a cross entropy; None: it is none.
+        targets: the weight of a cross entropy's targets; 0.0: unknown.
+        named: the rules whose targets the leaf has saved.
+        by_classes: it is a mean over the class weights of its targets.
+        sorts, weighs, layered: its elements are sorted; they have weights; they pass layers.
     """
 
-    name: str
-    leaf: Any
-    path: Path
+    top: Any
+    leaf: Any = None
+    factors: tuple[Factor, ...] = ()
+    above: int = 0
+    added: bool = False
+    name: str = ""
     readable: bool = True
     rows: int = 0
     divides: bool = False
     within: int = 0
     learnt: bool = False
+    value: float | None = None
+    router: str = ""
+    ignored: int | None = None
+    targets: float = 0.0
+    named: tuple[Items, ...] = ()
+    by_classes: bool = False
+    sorts: bool = False
+    weighs: bool = False
+    layered: bool = False
+
+    def times(self, *factors: Factor) -> Term:
+        """With more factors."""
+        return replace(self, factors=(*self.factors, *factors)) if factors else self
+
+    def below(self, top: Any, *factors: Factor) -> Term:
+        """Below a sum, where ``top`` belongs to one of its terms, multiplied by ``factors``."""
+        return replace(self, top=top, factors=(*self.factors, *factors), above=len(self.factors) + len(factors))
+
+    def unread(self, node: Any, leaf: Any = None) -> Term:
+        """With a node that cannot be read; ``leaf``: that above it, if it reduces."""
+        name, leaf = type(node).__name__, leaf or node
+        return replace(self, leaf=leaf, name=name, readable=False, learnt=nodes.is_learnt(leaf))
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """Its factors; waits for those on a device."""
+        return tuple(float(each.value) for each in self.factors)
+
+    def is_own_divisor(self, place: int) -> bool:
+        """Whether a factor is the loss function's own divisor."""
+        return self.divides and place == len(self.factors) - 1
+
+    def product(self, places: Sequence[int] | range) -> float:
+        """The product of these factors; nan: one divides by zero."""
+        result = 1.0
+        for place in places:
+            value = self.numbers[place]
+            if not self.factors[place].divides:
+                result *= value
+            else:
+                result = result / value if value else math.nan
+        return result
 
     @property
-    def factors(self) -> tuple[Factor, ...]:
-        """From the loss down."""
-        return self.path.factors
+    def learnt_nodes(self) -> list[Any]:
+        """The products or quotients with learnt factors."""
+        return [each.node for each in self.factors if each.node is not None]
 
     @property
     def is_nothing(self) -> bool:
         """Whether it is multiplied by zero; False for factors on a device, which are not read."""
-        factors = (each for each in self.factors if not (each.divides or each.learnt))
-        return any(on_host(each.value) and float(each.value) == 0.0 for each in factors)
+        for each in self.factors:
+            if not (each.divides or each.node is not None) and on_host(each.value) and float(each.value) == 0.0:
+                return True
+        return False
 
-    @property
+    @cached_property
     def shape(self) -> tuple[Any, ...]:
         """Equal for the same term of two micro-batches: all but numbers."""
-        return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
+        return (self.name, self.readable, *[(each.divides, each.node is not None) for each in self.factors])
 
 
-def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, deep: bool = False) -> list[Term]:
+def read(loss: Tensor, stops: Collection[Any] = (), *, deep: bool = False) -> list[Term]:
     """The terms of a loss; empty: it has no gradient.
 
     Args:
         loss: of one element.
         stops: nodes that are terms whatever is below them, such as a router loss.
-        inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
         deep: also look for factors inside a sum, which unpacks tensors that autograd has saved.
     """
     if loss.grad_fn is None:
@@ -112,13 +142,11 @@ def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, dee
     # Under a dispatch mode Python numbers that autograd has wrapped cannot be read.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
-            terms = read(loss, stops, inside=inside, deep=deep)
-            known = [tuple(factor.on_host() for factor in each.factors) for each in terms]
-            return [replace(e, path=replace(e.path, factors=f)) for e, f in zip(terms, known, strict=True)]
-    path = Path(loss.grad_fn)
-    found = _Reader(stops, inside=inside, deep=deep).terms((loss.grad_fn, loss.output_nr), path)
-    terms = list(islice(found, _MOST_TERMS + 1))
-    return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
+            terms = read(loss, stops, deep=deep)
+            return [replace(each, factors=tuple(factor.on_host() for factor in each.factors)) for each in terms]
+    whole = Term(loss.grad_fn)
+    terms = list(islice(_Reader(stops, deep).terms((loss.grad_fn, loss.output_nr), whole), _MOST_TERMS + 1))
+    return terms if len(terms) <= _MOST_TERMS else [replace(whole.unread(loss.grad_fn), name="too many terms")]
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:
@@ -134,15 +162,13 @@ def ignored_index(term: Term) -> int | None:
     return ignored - 2**64 if ignored >= 2**63 else ignored
 
 
-@dataclass(frozen=True)
-class _Reader:
+class _Reader(NamedTuple):
     """How a loss is read; the attributes are the arguments of `read`."""
 
     stops: Collection[Any]
-    inside: bool
     deep: bool
 
-    def terms(self, edge: Edge, path: Path) -> Iterator[Term]:
+    def terms(self, edge: Edge, path: Term) -> Iterator[Term]:
         """The terms from a node downwards; without recursion, since a sum may have thousands of them."""
         pending = [(edge, path)]
         while pending:
@@ -150,12 +176,12 @@ class _Reader:
             node, output = edge
             does = nodes.does(node)
             if node in self.stops:
-                yield _unread(node, path)
+                yield path.unread(node)
             elif does in ("loss", "mean", "sum"):
                 if (number := nodes.number_below(node, does)) is None:
                     yield from self._reduced(node, does, path)
-                    continue
-                pending.append((number, path))
+                else:
+                    pending.append((number, path))
             elif does == "pass":
                 edge = nodes.passed(node, output)
                 # A node with several outputs is shared.
@@ -163,29 +189,25 @@ class _Reader:
             elif does == "add":
                 summands = nodes.summands(node)
                 # Else the other summand has no gradient.
-                added = path.added or len(summands) == 1
-                below = [(each, replace(path.below(each[0], *its), added=added)) for each, its in summands]
-                pending += reversed(below)
+                path = replace(path, added=path.added or len(summands) == 1)
+                pending += reversed([(each, path.below(each[0], *its)) for each, its in summands])
             elif does == "factor" and (found := nodes.factor_of(node)) is not None:
                 pending.append((found[0], path.times(found[1])))
             else:
-                yield _unread(node, path)
+                yield path.unread(node)
 
-    def _reduced(self, node: Any, does: str, path: Path) -> Iterator[Term]:
-        """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
-        multiplies = type(node).__name__.startswith(nodes.PRODUCTS)
-        stacked, below = self._stacked(node, does), live_edges(node)[0]
+    def _reduced(self, node: Any, does: str, path: Term) -> Iterator[Term]:
+        """The terms of a mean or sum; several where a number is added to each element of a tensor."""
+        multiplies, below, rows = type(node).__name__.startswith(nodes.PRODUCTS), live_edges(node)[0], 0
+        if does != "loss" and not multiplies:
+            # What was not saved tells.
+            with suppress(NotSavedError):
+                rows = stacks.rows_of(below, _MOST_TERMS)
         # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
-        hidden = multiplies and not stacked and (len(live_edges(node)) > 1 or stacks.holds_stack(below[0]))
+        hidden = multiplies and (len(live_edges(node)) > 1 or stacks.holds_stack(below[0]))
         hides = node if hidden else below[0] if nodes.does(below[0]) == "choose" else None
         if hides is not None:
-            yield Term(type(hides).__name__, node, path, readable=False, learnt=nodes.is_learnt(node))
-            return
-        if self.inside and stacked:
-            path = path.times(Factor(float(math.prod(shape_of(below[0]))), divides=True)) if does == "mean" else path
-            for one in stacked:
-                part = path.below(one.edge[0], *one.factors)
-                yield from self.terms(one.edge, replace(part, added=True) if one.added else part)
+            yield path.unread(hides, node)
             return
         parts = [(below, path)]
         if does == "mean" and nodes.adds_a_number(below[0]):
@@ -196,21 +218,9 @@ class _Reader:
                 yield from self.terms(each, part)
                 continue
             inner = list(_inner(each)) if self.deep and does != "loss" else []
-            own = nodes.own_divisor(node, does, each[0])
+            own, name = nodes.own_divisor(node, does, each[0]), type(node).__name__
             whole = part.times(*inner, *own)
-            yield Term(type(node).__name__, node, whole, rows=len(stacked), divides=bool(own), within=len(inner))
-
-    def _stacked(self, node: Any, does: str) -> list[stacks.Part]:
-        """The numbers that a node reduces; empty: it reduces a tensor, or what was not saved tells."""
-        try:
-            is_product = type(node).__name__.startswith(nodes.PRODUCTS)
-            return [] if does == "loss" or is_product else stacks.parts_of(live_edges(node)[0], _MOST_TERMS) or []
-        except NotSavedError:
-            return []
-
-
-def _unread(node: Any, path: Path) -> Term:
-    return Term(type(node).__name__, node, path, readable=False, learnt=nodes.is_learnt(node))
+            yield replace(whole, leaf=node, name=name, rows=rows, divides=bool(own), within=len(inner))
 
 
 def _inner(edge: Edge) -> Iterator[Factor]:

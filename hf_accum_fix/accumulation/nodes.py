@@ -64,6 +64,11 @@ class Factor(NamedTuple):
         """Whether it has a gradient."""
         return self.node is not None
 
+    def alone(self) -> Factor:
+        """As a Python number, without its node."""
+        value = self.value.detach() if isinstance(self.value, Tensor) else self.value
+        return Factor(float(value), self.divides, self.learnt or None)
+
     def on_host(self) -> Factor:
         """With a Python number for one on the CPU."""
         if not isinstance(self.value, Tensor) or self.value.ndim > 0 or not self.value.is_cpu:

@@ -20,7 +20,8 @@ from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, sample_count
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.learn import Comparison, learn, number_rule
-from hf_accum_fix.accumulation.look import Look, LossRun, Setting, TermLook, look, out_of_memory
+from hf_accum_fix.accumulation.look import Look, LossRun, Setting, look, out_of_memory
+from hf_accum_fix.accumulation.loss_graph import Term
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.python_state import PythonState
@@ -291,7 +292,7 @@ class _Plan:
         except Exception:
             logger.debug("a loss needs its number", exc_info=True)
             return found
-        divisors = {value for term in terms for at, value in enumerate(term.factors) if term.divides(at)}
+        divisors = {float(each.value) for term in terms for each in term.factors if each.divides}
         fitting = [rule for rule in ways_of_counting(batch) if float(rule.count(batch)) in divisors]
         upstreams = [number_rule(batch, self.window, self.setting)]
         fitting = [*(each for each in upstreams if each in fitting), *fitting]
@@ -327,13 +328,12 @@ class _Plan:
 def _shows_number(seen: Look) -> bool:
     """Whether a term is divided by the number that was passed; a model in 16 bits rounds it."""
     forms = {float(torch.tensor(seen.number, dtype=each)) for each in (torch.float64, torch.bfloat16, torch.float16)}
-    return any(value in forms for each in seen.terms if each.readable and not each.router for value in each.factors)
+    return any(value in forms for each in seen.terms if each.readable and not each.router for value in each.numbers)
 
 
-def terms_of(found: LossContract, seen: Look) -> list[tuple[TermSpec, TermLook]]:
+def terms_of(found: LossContract, seen: Look) -> list[tuple[TermSpec, Term]]:
     """The terms of a contract, each with that of a forward that has it."""
-    terms = seen.inside if found.inside else seen.terms
-    alike = ((spec, [each for each in terms if each.shape == spec.shape]) for spec in found.terms)
+    alike = ((spec, [each for each in seen.terms if each.shape == spec.shape]) for spec in found.terms)
     return [(spec, its[spec.place or 0]) for spec, its in alike if its[spec.place or 0 :]]
 
 
@@ -354,7 +354,7 @@ def _with_own_constants(
         constants += [(len(terms), at, abs(term.product([at]))) for at in places]
         own = [at for at in places if any(is_near(term.product([at]), 1 / steps) for steps in setting.own_steps)]
         terms.append(replace(spec, own=tuple(own[:1])) if of_number and spec.how is not How.NUMBER else spec)
-        below = (abs(term.factors[at]) for at in places if spec.how is How.SUM and term.divides(at))
+        below = (abs(term.numbers[at]) for at in places if spec.how is How.SUM and term.factors[at].divides)
         if (kept := next((n for n in below if any(is_near(n, size) for size in sizes)), None)) is not None:
             words = f"the constant {kept:g} below a sum equals a micro-batch's samples: it is averaged as a batch size"
             doubt = doubt or words

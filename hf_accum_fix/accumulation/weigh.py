@@ -55,7 +55,7 @@ def weigh(
     contract, left, counts = part.contract, part.remaining_divisor, not isinstance(inputs, ZeroWeightBatch)
     if part.is_whole and counts:
         return _ready(loss, left, part)
-    terms = without_nothing(read(loss, captured.routers, inside=contract.inside, deep=contract.deep))
+    terms = without_nothing(read(loss, captured.routers, deep=contract.deep))
     matched = _matched(terms, contract.terms)
     if matched is None and terms and all(term.is_nothing for term in terms):
         # As in `logits.sum() * 0`, where there is no target.
@@ -200,7 +200,7 @@ class _MicroBatch:
         if term.rows and self.counts and differ(seen, planned):
             self.part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
-            if each.path.learnt or not is_function:
+            if each.learnt_nodes or not is_function:
                 # The gradient of a custom mean over no items is 0 / 0.
                 _keep_finite(each, divisor, self.part)
         return seen, divisor
@@ -212,7 +212,7 @@ class _MicroBatch:
         term, device = found[0], self.loss.device
         values = [each for each in (_value(each, self.values) for each in found) if each is not None]
         value = torch.stack(values).sum() if len(values) == len(found) else None
-        is_own = value is not None or (self.alone and not term.path.added)
+        is_own = value is not None or (self.alone and not term.added)
         hidden = nothing = (self.loss if value is None else value) == 0
         if rule is not None:
             of_rule = torch.as_tensor(by_rule, device=device)
@@ -271,7 +271,7 @@ def _keep_finite(term: Term, count: Number, part: Part) -> None:
         return tuple(None if grad is None else _settled(grad, nothing) for grad in grads)
 
     term.leaf.register_prehook(_guarded(zero, part))
-    for node in term.path.learnt:
+    for node in term.learnt_nodes:
         # Only its outgoing gradients: other terms may have the same factor.
         node.register_hook(_guarded(lambda grads, _: zero(grads), part))
 
@@ -283,7 +283,7 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
     blank, known = dict[Any, Number](), list[tuple[Tensor, Number]]()
     leaves = [term.leaf for term, *_ in weights]
     # A shared node cannot have a hook for one term, so the base is that term's weight.
-    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), part.remaining_divisor)
+    base = next((weight for term, weight, _ in weights if _is_shared(term.top)), part.remaining_divisor)
     for term, weight, group in weights:
         value = _value(term, values)
         if value is None:
@@ -294,12 +294,12 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
             total = total + _settled(value / _cast(weight, value), weight == math.inf)
         is_base = isinstance(weight, float) and isinstance(base, float) and weight == base
         # A hook sees the gradients of all terms that share its node.
-        top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
+        top = term.leaf if leaves.count(term.leaf) > 1 else term.top
         if top not in tops and not is_base and not _is_shared(top):
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
             top.register_prehook(_scaled(relative, part))
-    if added := part.contract.added is not None or any(term.path.added for term, *_ in weights):
+    if added := part.contract.added is not None or any(term.added for term, *_ in weights):
         # A mean over no items hides what is added to it.
         hides = [each.isnan() & (weight == math.inf) for each, weight in known]
         rest = torch.where(torch.stack(hides).any(), part.contract.added or 0.0, rest) if hides else rest
@@ -318,11 +318,11 @@ def _is_shared(node: Any) -> bool:
 
 def _value(term: Term, values: Values | None) -> Tensor | None:
     """A term's part of the loss, 0-dim."""
-    top = term.path.top
+    top = term.top
     # Of a vector of parameters the sum.
     value = top.variable.detach().sum() if is_parameter(top) else None if values is None else values.of(top)
     if value is not None:
-        for factor in term.factors[: term.path.above]:
+        for factor in term.factors[: term.above]:
             value = value / factor.value if factor.divides else value * factor.value
     return None if value is None else value.reshape(())
 

@@ -145,7 +145,7 @@ def _alone(its: Sequence[Term], terms: Sequence[Term], gradient: Callable[[], Te
     with ExitStack() as stack:
         for term in terms:
             if not any(term is each for each in its):
-                stack.callback(term.path.top.register_prehook(_nothing).remove)
+                stack.callback(term.top.register_prehook(_nothing).remove)
         return gradient()
 
 

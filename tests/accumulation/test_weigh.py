@@ -82,7 +82,6 @@ class Case:
         terms: of its contract.
         whole: of all micro-batches, as one, where that is not the same loss.
         reduction: of its contract.
-        inside: stacked numbers are terms.
         hands: the number is ours; else the trainer's own.
         handed: what the loss is handed on one rank, of which each of several has its part; None: n_mean.
     """
@@ -92,7 +91,6 @@ class Case:
     terms: tuple[TermSpec, ...]
     whole: Callable[[Model, Batch], Tensor] | None = None
     reduction: Reduction = Reduction.MEAN
-    inside: bool = False
     handed: float | None = None
     hands: bool = True
 
@@ -111,7 +109,6 @@ class Case:
             self.reduction,
             None if self.reduction in (Reduction.SUM, Reduction.PLAIN) else items,
             terms=self.terms,
-            inside=self.inside,
             hands_number=self.hands,
             dtype=torch.float64,
         )
@@ -154,16 +151,6 @@ CASES = [
     ),
     Case("two means", lambda m, b, n: m.ce(b) + 0.1 * m.squares(b), (CE, SQUARES)),
     Case("two means, one by hand", lambda m, b, n: m.masked(b) - m.squares(b), (BY_HAND, SQUARES)),
-    Case(
-        "two means inside a stack",
-        lambda m, b, n: torch.stack([m.ce(b), m.squares(b)]).mean(),
-        (
-            replace(CE, shape=spec("NllLoss", "//").shape, counts=(1,)),
-            replace(SQUARES, shape=spec("MseLoss", "//").shape),
-        ),
-        lambda m, b: (m.ce(b) + m.squares(b)) / 2,
-        inside=True,
-    ),
     Case(
         "rows of a stack",
         lambda m, b, n: torch.stack([each.square().sum() for each in m.logits(b)]).mean(),
@@ -499,5 +486,5 @@ def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tenso
 
 def test_the_shapes_of_the_table_are_those_of_its_losses() -> None:
     for case in CASES:
-        terms = read(case.loss(Model(), WINDOW[0], torch.tensor(3.0)), inside=case.inside)
+        terms = read(case.loss(Model(), WINDOW[0], torch.tensor(3.0)))
         assert [term.shape for term in terms] == [each.shape for each in case.terms], case.name
