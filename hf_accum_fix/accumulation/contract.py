@@ -72,7 +72,7 @@ class TermSpec:
         """With the rules that the same term also has in another batch."""
         return replace(self, rules={rule: n for rule, n in self.rules.items() if is_near(n, other.rules.get(rule))})
 
-    @property
+    @cached_property
     def rule(self) -> Items | None:
         """The rule in use; None: no rule predicts the count."""
         return next(iter(self.rules), None)
@@ -81,12 +81,12 @@ class TermSpec:
         """Its count, by that of the rule in use."""
         return count if count is None or self.ratio == 1.0 else count * self.ratio
 
-    @property
+    @cached_property
     def ratio(self) -> float:
         """Of the count to the rule in use."""
         return next(iter(self.rules.values()), 1.0)
 
-    @property
+    @cached_property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
         counted_by = self.rule if self.how is not How.NUMBER else None
@@ -249,6 +249,11 @@ class LossContract:
         both = zip(self.terms, later.terms, strict=True)
         is_other = any(one.rules and other.rules and not one.with_rules_of(other).rules for one, other in both)
         return self.adds_up > later.adds_up or (later.exact and is_other)
+
+    @cached_property
+    def has_router_terms(self) -> bool:
+        """Whether a term is a router's loss, or one by convention."""
+        return any(each.how is How.ROUTER for each in self.terms)
 
     @property
     def has_router_loss(self) -> bool:

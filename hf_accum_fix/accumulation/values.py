@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_accum_fix.accumulation.contract import How, LossContract
+from hf_accum_fix.accumulation.contract import LossContract
 
 
 class Values(TorchFunctionMode):
@@ -70,7 +70,7 @@ def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[C
                 if isinstance(value, Tensor) and value.grad_fn is not None and f"_{key}".endswith(f"_{name}"):
                     captured.routers[value.grad_fn] = name
 
-    has_router = contract is None or any(each.how is How.ROUTER for each in contract.terms)
+    has_router = contract is None or contract.has_router_terms
     # Before the hooks of ZeRO-3, which give all outputs another node.
     handle = head.register_forward_hook(note, prepend=True) if head is not None and has_router else None
     try:

@@ -89,17 +89,21 @@ def _logged(value: Tensor, part: Part) -> Tensor:
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
     """The terms of every spec; None: some fit no spec, or cannot be distinguished."""
-    singles = Counter(spec.shape for spec in specs if spec.place is not None)
-    if not terms or {term.shape for term in terms} - {spec.shape for spec in specs}:
-        return None
+    by_shape: dict[Any, list[Term]] = {spec.shape: [] for spec in specs}
+    for term in terms:
+        if term.shape not in by_shape:
+            return None
+        by_shape[term.shape].append(term)
+    places = Counter([spec.shape for spec in specs if spec.place is not None])
     found = list[tuple[TermSpec, list[Term]]]()
     for spec in specs:
-        alike = [term for term in terms if term.shape == spec.shape]
-        if alike and spec.place is not None and len(alike) != singles[spec.shape]:
-            return None
-        alike = alike if spec.place is None else alike[spec.place : spec.place + 1]
+        alike = by_shape[spec.shape]
+        if alike and spec.place is not None:
+            if len(alike) != places[spec.shape]:
+                return None
+            alike = [alike[spec.place]]
         found.append((spec, alike))
-    return found
+    return found if terms else None
 
 
 class _Weight(NamedTuple):
@@ -248,7 +252,8 @@ def _constant(term: Term, spec: TermSpec) -> float | None:
 def _product(term: Term, places: Sequence[int]) -> Number:
     """The product of a term's divisors in these places."""
     result: Number = 1.0
-    for factor in (term.factors[at] for at in places):
+    for at in places:
+        factor = term.factors[at]
         value: Number = factor.value
         if isinstance(value, Tensor):
             # An integer tensor divided by a Python number would be float32.
