@@ -92,9 +92,9 @@ class PythonState(AbstractContextManager[Any]):
         return [*value] if isinstance(value, tuple) else []
 
     def wrote(self) -> bool:
-        """Whether a value has changed that a loss may depend on: no counter, and no log."""
+        """Whether anything has changed but random generators."""
         # A copy, since a mode that adds storages also sees their comparison.
-        return any(_matters(each) for each in [*self.kept])
+        return any(each.differs() for each in [*self.kept])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -113,22 +113,28 @@ class Kept(NamedTuple):
     holder: Any
     before: Any
 
-    def differing(self) -> list[Any]:
-        """Of a dict, the names of other values, of new ones and of those that are gone."""
-        before, now = self.before, self.holder
-        return [name for name in {**before, **now} if now.get(name, _ABSENT) is not before.get(name, _ABSENT)]
+    def differs(self) -> bool:
+        """Whether a dict or a list has other elements now, or a storage other bytes."""
+        holder, before = self
+        if isinstance(before, dict):
+            pairs = ((holder.get(name, _ABSENT), value) for name, value in before.items())
+            return len(holder) != len(before) or any(one is not other for one, other in pairs)
+        if isinstance(before, list):
+            return len(holder) != len(before) or any(
+                one is not other for one, other in zip(holder, before, strict=True)
+            )
+        if not isinstance(before, torch.UntypedStorage):
+            return False
+        one, other = (torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in (before, holder))
+        return not torch.equal(one, other)
 
     def put(self) -> None:
         """Restore it where it differs."""
         holder, before = self.holder, self.before
-        if isinstance(before, dict):
-            if self.differing():
+        if isinstance(before, (dict, list)):
+            if self.differs():
                 holder.clear()
-                holder.update(before)
-        elif isinstance(before, list):
-            if not _starts_with(holder, before) or len(holder) > len(before):
-                holder.clear()
-                holder.extend(before)
+                (holder.update if isinstance(before, dict) else holder.extend)(before)
         elif isinstance(before, tuple):
             data, *of_parameter = before
             if data is not None and holder.data_ptr() != data.data_ptr():
@@ -156,33 +162,3 @@ def state_of(value: Any) -> Any:
         data = value.data if is_plain else None
         return (data, value.grad, value.requires_grad) if isinstance(value, nn.Parameter) else (data,)
     return next((dumps(get(value)) for kind, (get, _) in GENERATORS.items() if isinstance(value, kind)), None)
-
-
-def _starts_with(now: Any, before: list[Any]) -> bool:
-    return len(now) >= len(before) and all(one is other for one, other in zip(now, before, strict=False))
-
-
-def _matters(kept: Kept) -> bool:
-    """Whether a loss may depend on what has changed."""
-    holder, before = kept
-    if isinstance(before, list):
-        # Words and counts may be a log.
-        return not _starts_with(holder, before) or any(map(_holds_numbers, [*holder][len(before) :]))
-    if isinstance(before, torch.UntypedStorage):
-        one, other = (torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in (before, holder))
-        return not torch.equal(one, other)
-    if not isinstance(before, dict):
-        return False
-    pairs = [(before.get(name), holder.get(name)) for name in kept.differing()]
-    # A number that was a class attribute becomes the object's with its first change.
-    return any(
-        _holds_numbers(new) if old is None else isinstance(old, Tensor) or (isinstance(old, float) and old != new)
-        for old, new in pairs
-    )
-
-
-def _holds_numbers(value: Any) -> bool:
-    """Whether a value holds numbers that a loss may use later: its first value, a moving average, a queue."""
-    if isinstance(value, (list, tuple, deque, dict)):
-        return any(map(_holds_numbers, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (float, Tensor))

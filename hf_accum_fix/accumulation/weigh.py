@@ -200,7 +200,7 @@ class _MicroBatch:
             # Heads with lists of targets divide by at least 1.
             seen = seen if float(rule.count(self.inputs)) else 0.0
         elif not is_function and spec.counts:
-            seen = self._clamped(seen, found, rule, items, planned)
+            seen = self._clamped(seen, found, planned, by_rule=rule is not None, known=items is not None)
         if term.rows and self.counts and differ(seen, planned):
             self.part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
@@ -209,26 +209,22 @@ class _MicroBatch:
                 _keep_finite(each, divisor, self.part)
         return seen, divisor
 
-    def _clamped(
-        self, seen: Number, found: Sequence[Term], rule: Items | None, items: Tensor | None, by_rule: Number
-    ) -> Tensor:
-        """The items of a custom mean, which may be clamped to at least 1, and then counts 0 where it is 1."""
+    def _clamped(self, seen: Number, found: Sequence[Term], planned: Number, *, by_rule: bool, known: bool) -> Tensor:
+        """The items of a custom mean, whose divisor of at least 1 counts none where it is 1.
+
+        ``by_rule``: a rule has planned them; ``known``: they were counted, by a rule or by forwards.
+        """
         term, device = found[0], self.loss.device
         values = [each for each in (_value(each, self.values) for each in found) if each is not None]
-        value = torch.stack(values).sum() if len(values) == len(found) else None
-        is_own = value is not None or (self.alone and not term.added)
-        hidden = nothing = (self.loss if value is None else value) == 0
-        if rule is not None:
-            of_rule = torch.as_tensor(by_rule, device=device)
-            # One item can have a loss of zero.
-            hidden = nothing & (of_rule > 0)
-            nothing = (nothing & (of_rule != 1)) if is_own else (of_rule == 0) | (nothing & (of_rule != 1))
-        if on_host(hidden) and on_host(seen) and float(seen) == 1:
-            # Without a rule a divisor of at least 1 hides whether there is one item or none, unless the value tells; a
-            # loss that was changed in place has lost that.
-            is_lost = not is_own and len(found) == 1
-            unknown = rule is None and (is_lost or (items is None and not bool(nothing)))
-            if bool(hidden) or unknown:
+        has_value = len(values) == len(found)
+        nothing = (torch.stack(values).sum() if has_value else self.loss) == 0
+        if by_rule:
+            of_rule = torch.as_tensor(planned, device=device)
+            nothing = (of_rule == 0) | (nothing & (of_rule != 1))
+        elif on_host(nothing) and on_host(seen) and float(seen) == 1:
+            # Unless the value tells; a loss that was changed in place has lost that.
+            is_lost = not (has_value or (self.alone and not term.added)) and len(found) == 1
+            if is_lost or not (known or bool(nothing)):
                 words = "divides by 1: it has one target, or none and a divisor of at least 1"
                 self.part.changed = f"{term.name} {words}"
         dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(device)
