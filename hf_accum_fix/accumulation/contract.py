@@ -44,24 +44,17 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class TermSpec:
-    """How one term of a loss is reduced, as observed in the first window.
+    """How one term of a loss is reduced, as observed in the first window."""
 
-    Attributes:
-        shape: equal for the same term of another micro-batch (`loss_graph.Term.shape`).
-        place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
-        counts: the places of the factors whose product is its divisor.
-        own: the place of a trainer's division by the steps, where another term divides by num_items_in_batch.
-        rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
-        counted: the count in the observed batch and its parts, on every rank.
-    """
-
-    shape: tuple[Any, ...]
-    place: int | None = 0
+    shape: tuple[Any, ...]  # equal for the same term of another micro-batch (`loss_graph.Term.shape`)
+    place: int | None = 0  # which of the terms of that shape it is; None: all of them, the rows of one mean or sum
     how: How = How.MEAN
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  # the places of the factors whose product is its divisor
+    #: the place of a trainer's division by the steps, where another term divides by num_items_in_batch.
     own: tuple[int, ...] = ()
+    #: every rule that predicts the count, and the ratio of the count to it; the first is in use.
     rules: Mapping[Items, float] = field(default_factory=dict)
-    counted: tuple[float, ...] = (1.0,)
+    counted: tuple[float, ...] = (1.0,)  # the count in the observed batch and its parts, on every rank
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -113,38 +106,30 @@ class LossContract:
         router_coefficient: factor of the ``aux_loss`` (see `router_loss`) in the loss, which stays a mean over
             micro-batches; 0.0: there is none.
         router_z_coefficient: the same for the ``z_loss``.
-        terms: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
-        added: what is added to its terms without a gradient; 0.0: it is no constant; None: nothing is.
-        deep: its sums contain factors.
-        custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
-        hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
-        dtype: of the loss, in which its weights are computed.
-        takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
-        doubt: why it is reported as not exact; empty: it is exact.
-        cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
-        grows: it is nearer to the sum of its parts than to their mean, as far as it can be read.
-        unchecked: why coupled samples would not be detected; empty: they would.
-        conclusive: False: it is observed again in the next window.
-        reason: how it was found, in one sentence.
     """
 
     reduction: Reduction
     items: Items | None = None
     router_coefficient: float = 0.0
     router_z_coefficient: float = 0.0
+    #: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
     terms: tuple[TermSpec, ...] = ()
+    #: what is added to its terms without a gradient; 0.0: it is no constant; None: nothing is.
     added: float | None = None
-    deep: bool = False
-    custom: bool = False
+    deep: bool = False  # its sums contain factors
+    custom: bool = False  # a Trainer subclass computes or changes the loss in a ``compute_loss``
+    #: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
     hands_number: bool = True
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the loss, in which its weights are computed
+    #: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
     takes_world_size: bool | None = None
-    doubt: str = ""
+    doubt: str = ""  # why it is reported as not exact; empty: it is exact
+    #: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
     cause: Cause | None = None
-    grows: bool = False
-    unchecked: str = ""
-    conclusive: bool = True
-    reason: str = "given"
+    grows: bool = False  # it is nearer to the sum of its parts than to their mean, as far as it can be read
+    unchecked: str = ""  # why coupled samples would not be detected; empty: they would
+    conclusive: bool = True  # False: it is observed again in the next window
+    reason: str = "given"  # how it was found, in one sentence
 
     def __post_init__(self) -> None:
         if not isinstance(self.reduction, Reduction):

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import combinations, starmap
 from typing import Any, NamedTuple
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.join import Split
-from hf_accum_fix.accumulation.look import Look, Setting
+from hf_accum_fix.accumulation.look import Comparison, Setting
 from hf_accum_fix.accumulation.loss_graph import Term
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
 
@@ -29,8 +27,6 @@ DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 _REST = "a part without gradient is no constant (a router's: set use_reentrant=False), or its samples are coupled"
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
-#: Relative tolerance of two values computed alike, by bytes of their dtype.
-_TOLERANCE = {8: 1e-6, 4: 1e-5}
 #: The same term in the three looks; several of its rows.
 Triple = Sequence[Sequence[Term]]
 
@@ -47,64 +43,6 @@ class Judged(NamedTuple):
     def but(self, doubt: str = "", cause: Cause | None = None, **spec: Any) -> Judged:
         """With a doubt, and changes of its spec."""
         return self._replace(spec=replace(self.spec, **spec), doubt=doubt, cause=cause)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Looks at the three batches of a split, the whole first.
-
-    Attributes:
-        window: the micro-batches of this rank.
-        by_number: the model would divide by the number, if it got it.
-    """
-
-    looks: Sequence[Look]
-    split: Split
-    window: Sequence[Mapping[str, Any]]
-    setting: Setting
-    by_number: bool = False
-
-    @property
-    def whole(self) -> Look:
-        """The look at the batch."""
-        return self.looks[0]
-
-    @property
-    def batches(self) -> list[Mapping[str, Any]]:
-        """The batch and its parts."""
-        return [each.batch for each in self.looks]
-
-    @cached_property
-    def ignored(self) -> list[int]:
-        """The labels that are no targets."""
-        found = (each.ignored for each in self.whole.terms)
-        return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
-
-    @property
-    def rounding(self) -> float:
-        """Relative, of the loss's values."""
-        return 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)
-
-    @property
-    def tolerance(self) -> float:
-        """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
-        return math.inf if self.whole.drew or not self.split.apart else self.rounding
-
-    @property
-    def grows(self) -> bool:
-        """Whether the loss of the batch is nearer to the sum of its parts' than to their mean."""
-        whole, one, other = (each.loss for each in self.looks)
-        return self.split.shows_coupling and abs(whole - one - other) < abs(whole - (one + other) / 2)
-
-    def are_numbers(self, values: Sequence[float]) -> bool:
-        """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
-        numbers = [each.number for each in self.looks]
-        if None in numbers:
-            return False
-        # A model in 16 bits rounds it.
-        tolerance = 1e-2 if self.setting.rounded or self.whole.dtype.itemsize < 4 else 1e-6
-        times = [value / (number or 1) for value, number in zip(values, numbers, strict=True)]
-        return bool(times[0]) and all(is_near(each, times[0], tolerance) for each in times)
 
 
 def learn(compared: Comparison) -> LossContract:

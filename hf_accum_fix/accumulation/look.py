@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import noise
 from hf_accum_fix.accumulation.items import Items, sample_count
+from hf_accum_fix.accumulation.join import Split
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError, factor_of, live_edges, shape_of
-from hf_accum_fix.accumulation.rules import ways_of_counting
+from hf_accum_fix.accumulation.rules import is_near, ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.errors import ContractError
 
@@ -26,87 +28,61 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 #: Layers, through which data reach a loss, and most nodes that are searched for one.
 _LAYERS, _MOST_BELOW = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm"), 10_000
+#: Relative tolerance of two values computed alike, by bytes of their dtype.
+_TOLERANCE = {8: 1e-6, 4: 1e-5}
 #: The attribute of an error that the forward of a loss has raised.
 _OF_FORWARD = "_hf_accum_fix_of_forward"
 
 
 @dataclass(frozen=True)
 class LossRun:
-    """A loss that can be run on any batch.
+    """A loss that can be run on any batch."""
 
-    Attributes:
-        forward: one forward of the trained loss.
-        model: its modes, buffers and parameters are restored.
-        device: of the number.
-        head: the model whose outputs have a router loss; None: there is none.
-        others: more objects whose attributes are restored, such as the trainer.
-        leave: objects that are not restored, such as data sets.
-        kept_back: how often a custom loss passed a number to the base's in one forward, at most; it did not get it.
-        hand_on: from now on the base's gets that number.
-    """
-
-    forward: Forward
-    model: nn.Module
-    device: torch.device
-    head: nn.Module | None = None
-    others: Sequence[object] = ()
-    leave: Sequence[object] = ()
+    forward: Forward  # one forward of the trained loss
+    model: nn.Module  # its modes, buffers and parameters are restored
+    device: torch.device  # of the number
+    head: nn.Module | None = None  # the model whose outputs have a router loss; None: there is none
+    others: Sequence[object] = ()  # more objects whose attributes are restored, such as the trainer
+    leave: Sequence[object] = ()  # objects that are not restored, such as data sets
+    #: how often a custom loss passed a number to the base's in one forward, at most; it did not get it.
     kept_back: Callable[[], int] = int
-    hand_on: Callable[[], object] = bool
+    hand_on: Callable[[], object] = bool  # from now on the base's gets that number
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Facts about a training that are known before its loss is observed; "the number" is num_items_in_batch.
+    """Facts about a training that are known before its loss is observed; "the number" is num_items_in_batch."""
 
-    Attributes:
-        handed: which forwards get the number: "all", "none", or one more ("once"), to see whether it divides the loss.
-        hands_number: the model or the compute_loss_func cannot do without it, and gets it in training.
-        custom: a custom ``compute_loss`` makes the loss.
-        func: a compute_loss_func makes it.
-        own: G and W, as far as the code that computes a custom loss names them, those above 1.
-        own_steps: G alone.
-        upstream_number: the items of this rank's window as the release counts them; None: it does not.
-        rounded: matrix products are less precise than float32.
-        decoder_pad: as for `rules.targets_padding`.
-        has_z_loss: the model's loss has a mean over all positions, a router's loss by convention.
-        has_stock: a Trainer hands its number on, so that what cannot be read may stay as it is there.
-        doubt: why it is not exact, whatever is observed; empty: there is no reason.
-        is_cut: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
-    """
-
+    #: which forwards get the number: "all", "none", or one more ("once"), to see whether it divides the loss.
     handed: str = "none"
-    hands_number: bool = False
-    custom: bool = False
-    func: bool = False
+    hands_number: bool = False  # the model or the compute_loss_func cannot do without it, and gets it in training
+    custom: bool = False  # a custom ``compute_loss`` makes the loss
+    func: bool = False  # a compute_loss_func makes it
+    #: G and W, as far as the code that computes a custom loss names them, those above 1.
     own: frozenset[int] = frozenset()
-    own_steps: frozenset[int] = frozenset()
+    own_steps: frozenset[int] = frozenset()  # G alone
     world_size: int = 1
+    #: the items of this rank's window as the release counts them; None: it does not.
     upstream_number: float | None = None
-    rounded: bool = False
-    has_z_loss: bool = False
-    decoder_pad: int | None = None
-    has_stock: bool = False
+    rounded: bool = False  # matrix products are less precise than float32
+    has_z_loss: bool = False  # the model's loss has a mean over all positions, a router's loss by convention
+    decoder_pad: int | None = None  # as for `rules.targets_padding`
+    has_stock: bool = False  # a Trainer hands its number on, so that what cannot be read may stay as it is there
+    #: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
     is_cut: bool = False
-    doubt: str = ""
+    doubt: str = ""  # why it is not exact, whatever is observed; empty: there is no reason
 
 
 @dataclass(frozen=True)
 class Look:
-    """One forward of a loss.
-
-    Attributes:
-        number: passed to it; None: none.
-        dtype: of the loss.
-        drew: it drew random numbers, apart from dropout.
-    """
+    """One forward of a loss."""
 
     batch: Mapping[str, Any]
-    number: float | None
+    number: float | None  # passed to it; None: none
     loss: float
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the loss
     terms: list[Term]
-    drew: bool
+    drew: bool  # it drew random numbers, apart from dropout
 
     @property
     def samples(self) -> int:
@@ -128,6 +104,59 @@ class Look:
     def numbers(self) -> list[Any]:
         """All values of the loss, to compare."""
         return [self.loss, *((each.shape, each.numbers, each.value) for each in self.terms)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Looks at the three batches of a split, the whole first."""
+
+    looks: Sequence[Look]
+    split: Split
+    window: Sequence[Mapping[str, Any]]  # the micro-batches of this rank
+    setting: Setting
+    by_number: bool = False  # the model would divide by the number, if it got it
+
+    @property
+    def whole(self) -> Look:
+        """The look at the batch."""
+        return self.looks[0]
+
+    @property
+    def batches(self) -> list[Mapping[str, Any]]:
+        """The batch and its parts."""
+        return [each.batch for each in self.looks]
+
+    @cached_property
+    def ignored(self) -> list[int]:
+        """The labels that are no targets."""
+        found = (each.ignored for each in self.whole.terms)
+        return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
+
+    @property
+    def rounding(self) -> float:
+        """Relative, of the loss's values."""
+        return 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
+        return math.inf if self.whole.drew or not self.split.apart else self.rounding
+
+    @property
+    def grows(self) -> bool:
+        """Whether the loss of the batch is nearer to the sum of its parts' than to their mean."""
+        whole, one, other = (each.loss for each in self.looks)
+        return self.split.shows_coupling and abs(whole - one - other) < abs(whole - (one + other) / 2)
+
+    def are_numbers(self, values: Sequence[float]) -> bool:
+        """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
+        numbers = [each.number for each in self.looks]
+        if None in numbers:
+            return False
+        # A model in 16 bits rounds it.
+        tolerance = 1e-2 if self.setting.rounded or self.whole.dtype.itemsize < 4 else 1e-6
+        times = [value / (number or 1) for value, number in zip(values, numbers, strict=True)]
+        return bool(times[0]) and all(is_near(each, times[0], tolerance) for each in times)
 
 
 def look(

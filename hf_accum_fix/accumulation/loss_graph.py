@@ -32,19 +32,6 @@ _MOST_TERMS = 4096
 class Term:
     """One reduction inside a loss.
 
-    Attributes:
-        top: the highest node that belongs to this term alone; a hook there weights the whole term.
-        leaf: the node that reduces, or that could not be read.
-        factors: from the loss down; the leaf's own divisor is the last.
-        above: number of factors above ``top``.
-        added: something without a gradient is added on the path from the loss.
-        name: of the leaf.
-        readable: False: the leaf is no reduction, and what is below is unknown.
-        rows: how many single numbers the leaf reduces, from stack or cat; 0: it reduces a tensor.
-        divides: the last factor is the leaf's own divisor.
-        within: number of factors inside the leaf's sum.
-        learnt: the leaf is a function of single parameters.
-
     A look keeps numbers alone, without nodes:
         value: its part of the loss; None: unknown.
         router: the name of the router loss that it is.
@@ -55,17 +42,17 @@ class Term:
         sorts, weighs, layered: its elements are sorted; they have weights; they pass layers.
     """
 
-    top: Any
-    leaf: Any = None
-    factors: tuple[Factor, ...] = ()
-    above: int = 0
-    added: bool = False
-    name: str = ""
-    readable: bool = True
-    rows: int = 0
-    divides: bool = False
-    within: int = 0
-    learnt: bool = False
+    top: Any  # the highest node that belongs to this term alone; a hook there weights the whole term
+    leaf: Any = None  # the node that reduces, or that could not be read
+    factors: tuple[Factor, ...] = ()  # from the loss down; the leaf's own divisor is the last
+    above: int = 0  # number of factors above ``top``
+    added: bool = False  # something without a gradient is added on the path from the loss
+    name: str = ""  # of the leaf
+    readable: bool = True  # False: the leaf is no reduction, and what is below is unknown
+    rows: int = 0  # how many single numbers the leaf reduces, from stack or cat; 0: it reduces a tensor
+    divides: bool = False  # the last factor is the leaf's own divisor
+    within: int = 0  # number of factors inside the leaf's sum
+    learnt: bool = False  # the leaf is a function of single parameters
     value: float | None = None
     router: str = ""
     ignored: int | None = None

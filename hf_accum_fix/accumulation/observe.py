@@ -19,8 +19,8 @@ from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossC
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, sample_count
 from hf_accum_fix.accumulation.join import Split, splits
-from hf_accum_fix.accumulation.learn import Comparison, learn, number_rule
-from hf_accum_fix.accumulation.look import Look, LossRun, Setting, look, out_of_memory
+from hf_accum_fix.accumulation.learn import learn, number_rule
+from hf_accum_fix.accumulation.look import Comparison, Look, LossRun, Setting, look, out_of_memory
 from hf_accum_fix.accumulation.loss_graph import Term
 from hf_accum_fix.accumulation.nodes import NotSavedError
 from hf_accum_fix.accumulation.preserve import preserved_state
@@ -98,24 +98,16 @@ def _run(loss: LossRun, ask: Ask, state: PythonState, *, listed: bool) -> Look |
 
 @dataclass
 class _Splits:
-    """What several splits of the samples show.
+    """What several splits of the samples show."""
 
-    Attributes:
-        found: the contract so far; None: no split was run.
-        whole: the look at the batch that it was learnt from.
-        failure: the first error of a split.
-        blocks: of the split that it was learnt from, in which it ``added_up``.
-        narrowed: by the rows that stood alone: whether it added up each time.
-        seen: the contract of each split.
-    """
-
-    found: LossContract | None = None
-    whole: Look | None = None
-    failure: Exception | None = None
-    blocks: int = 0
+    found: LossContract | None = None  # the contract so far; None: no split was run
+    whole: Look | None = None  # the look at the batch that it was learnt from
+    failure: Exception | None = None  # the first error of a split
+    blocks: int = 0  # of the split that it was learnt from, in which it ``added_up``
     added_up: bool = False
+    #: by the rows that stood alone: whether it added up each time.
     narrowed: dict[int, bool] = field(default_factory=dict)
-    seen: list[LossContract] = field(default_factory=list)
+    seen: list[LossContract] = field(default_factory=list)  # the contract of each split
 
     def needs(self, split: Split) -> bool:
         """Whether a split may show something new."""
@@ -154,27 +146,18 @@ class _Splits:
 
 @dataclass
 class _Plan:
-    """What to look at, and what that shows.
-
-    Attributes:
-        sharded: an engine shards the parameters, so that every forward is a collective, and one split is enough.
-        whole: the look at the batch that the contract was learnt from.
-        writes: the loss depends on state that its forward writes; None: not tested.
-        by_number: it divides a term by the number, if it gets one; None: not tested.
-        moves: it depends on the number in any way.
-        draws: random numbers change it; None: not tested.
-    """
+    """What to look at, and what that shows."""
 
     loss: LossRun
     window: Sequence[Mapping[str, Any]]
     setting: Setting
     state: PythonState
-    sharded: bool
-    whole: Look = field(init=False)
-    writes: bool | None = None
-    by_number: bool | None = None
-    moves: bool = False
-    draws: bool | None = None
+    sharded: bool  # an engine shards the parameters, so that every forward is a collective, and one split is enough
+    whole: Look = field(init=False)  # the look at the batch that the contract was learnt from
+    writes: bool | None = None  # the loss depends on state that its forward writes; None: not tested
+    by_number: bool | None = None  # it divides a term by the number, if it gets one; None: not tested
+    moves: bool = False  # it depends on the number in any way
+    draws: bool | None = None  # random numbers change it; None: not tested
 
     def contract(self) -> Asks[LossContract]:
         """How the loss is reduced."""

@@ -28,34 +28,25 @@ class Count(NamedTuple):
 
 @dataclass(eq=False)
 class Part:
-    """The micro-batches of one loss in a rank's window.
+    """The micro-batches of one loss in a rank's window."""
 
-    Attributes:
-        contract: how the loss is reduced.
-        totals: N of the global batch, 0-dim: by rule, the one in use first; by the place of its `TermSpec` for a term
-            that forwards have counted, which may be a sum of any weights.
-        micro_batches: G, of this rank's window; 1 where it has none.
-        world_size: W.
-        is_corrected: the gradient is corrected at the end of the window by the sum of the divisors, so single ones may
-            differ from the prediction; else a mean is weighted by its rule's items.
-        engine_divisor: the number that the engine divides a loss by.
-        own: this rank's part of the totals.
-        changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
-        mixed: one had other terms.
-        counts: of each micro-batch, by the place of a `TermSpec`.
-        constants: the first micro-batch's constant factor of each term.
-    """
-
-    contract: LossContract
+    contract: LossContract  # how the loss is reduced
+    #: N of the global batch, 0-dim: by rule, the one in use first; by the place of its `TermSpec` for a term that
+    #: forwards have counted, which may be a sum of any weights.
     totals: Mapping[Items | int, Tensor]
-    micro_batches: int
-    world_size: int
+    micro_batches: int  # G, of this rank's window; 1 where it has none
+    world_size: int  # W
+    #: the gradient is corrected at the end of the window by the sum of the divisors, so single ones may differ from the
+    #: prediction; else a mean is weighted by its rule's items.
     is_corrected: bool = True
-    engine_divisor: int = 1
-    own: Mapping[Items | int | None, Tensor] = field(default_factory=dict)
+    engine_divisor: int = 1  # the number that the engine divides a loss by
+    own: Mapping[Items | int | None, Tensor] = field(default_factory=dict)  # this rank's part of the totals
+    #: how a micro-batch differed from the observed loss, in words; empty: it did not.
     changed: str = field(default="", init=False)
-    mixed: bool = field(default=False, init=False)
+    mixed: bool = field(default=False, init=False)  # one had other terms
+    #: of each micro-batch, by the place of a `TermSpec`.
     counts: dict[int, list[Count]] = field(default_factory=dict, init=False)
+    #: the first micro-batch's constant factor of each term.
     constants: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:

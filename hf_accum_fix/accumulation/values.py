@@ -44,14 +44,10 @@ class Values(TorchFunctionMode):
 
 @dataclass
 class Captured:
-    """What was captured of one forward.
+    """What was captured of one forward."""
 
-    Attributes:
-        values: None: not captured.
-        routers: the nodes of router losses, with their names ("aux_loss", "z_loss").
-    """
-
-    values: Values | None = None
+    values: Values | None = None  # None: not captured
+    #: the nodes of router losses, with their names ("aux_loss", "z_loss").
     routers: dict[Any, str] = field(default_factory=dict)
 
 

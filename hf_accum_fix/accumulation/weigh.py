@@ -28,15 +28,10 @@ from hf_accum_fix.accumulation.values import Captured, Values
 
 
 class Weighed(NamedTuple):
-    """A micro-batch's weighted loss.
+    """A micro-batch's weighted loss."""
 
-    Attributes:
-        loss: for the engine's backward, 0-dim, with gradient.
-        value: its part of the window's logged loss, 0-dim.
-    """
-
-    loss: Tensor
-    value: Tensor
+    loss: Tensor  # for the engine's backward, 0-dim, with gradient
+    value: Tensor  # its part of the window's logged loss, 0-dim
 
 
 def weigh(

@@ -30,35 +30,21 @@ from hf_accum_fix.router.routing import count_routing
 
 
 class Told(NamedTuple):
-    """What a rank tells the others in the collective; after it, what any rank told.
+    """What a rank tells the others in the collective; after it, what any rank told."""
 
-    Attributes:
-        asks: its loss has changed, so that all look at it again.
-        differs: a window of it had other counts than predicted.
-        inexact: a window of it was not exact, which the others do not know.
-        troubled: looking at its loss failed.
-        mixed: a micro-batch of it has other labels than those that the loss was observed on.
-    """
-
-    asks: bool = False
-    differs: bool = False
-    inexact: bool = False
-    troubled: bool = False
-    mixed: bool = False
+    asks: bool = False  # its loss has changed, so that all look at it again
+    differs: bool = False  # a window of it had other counts than predicted
+    inexact: bool = False  # a window of it was not exact, which the others do not know
+    troubled: bool = False  # looking at its loss failed
+    mixed: bool = False  # a micro-batch of it has other labels than those that the loss was observed on
 
 
 class Counted(NamedTuple):
-    """A window as counted.
+    """A window as counted."""
 
-    Attributes:
-        part: its denominators.
-        each: items of each micro-batch of this rank, by each rule, and by place (see `Counts`).
-        number: as upstream counts over all ranks, 0-dim; None: upstream does not.
-    """
-
-    part: Part
-    each: list[Counts]
-    number: Tensor | None = None
+    part: Part  # its denominators
+    each: list[Counts]  # items of each micro-batch of this rank, by each rule, and by place (see `Counts`)
+    number: Tensor | None = None  # as upstream counts over all ranks, 0-dim; None: upstream does not
 
 
 def count_window(

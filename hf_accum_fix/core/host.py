@@ -61,40 +61,32 @@ class Host(ABC):
     """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here.
 
     Attributes:
-        name: of the trainer.
-        trained: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
         options: of the training.
         state: of its windows.
         gradient: the sum of a window's gradients.
         reached: whether it is what the optimizer uses.
         router: its router loss.
-        coupled: its loss over the whole window; None: it is each micro-batch's.
         repeated: samples that its dataloader repeats, for report().
         warned: names of the warnings that were given.
         passes_number: the model gets num_items_in_batch.
         requires_number: what computes the loss cannot do without it.
-        accelerator: the ``accelerate.Accelerator``; None: there is none.
-        rank: this process among all.
-        world_size: processes in a collective.
-        data_ranks: W, data-parallel ranks.
-        shards: the ranks meet in every micro-batch, not only in the last one of a window.
         has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
         scales_itself: the trainer declares that it divides its loss by the accumulation steps.
-        device: of the counts.
-        over_ranks: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     """
 
-    name: str
+    name: str  # of the trainer
+    #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
     trained: nn.Module | None
-    accelerator: AcceleratorLike | None
-    rank: int
-    world_size: int
-    data_ranks: int
-    shards: bool
+    accelerator: AcceleratorLike | None  # the ``accelerate.Accelerator``; None: there is none
+    rank: int  # this process among all
+    world_size: int  # processes in a collective
+    data_ranks: int  # W, data-parallel ranks
+    shards: bool  # the ranks meet in every micro-batch, not only in the last one of a window
     has_stock = False
     scales_itself = False
-    device: torch.device
-    coupled: WholeWindowLoss | None = None
+    device: torch.device  # of the counts
+    coupled: WholeWindowLoss | None = None  # its loss over the whole window; None: it is each micro-batch's
+    #: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     over_ranks: float | None = None
     requires_number = False
 

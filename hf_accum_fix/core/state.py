@@ -22,27 +22,17 @@ RECONSIDERED = 8
 
 @dataclass(eq=False)
 class LossState:
-    """How the loss is reduced, and what is due for it.
+    """How the loss is reduced, and what is due for it."""
 
-    Attributes:
-        contract: None: it was not observed yet.
-        labels: of the micro-batches that it is observed on; None: there was none.
-        attempts: windows with targets in which it was observed.
-        counts_by_forwards: a window was divided by other items than its rules predicted.
-        windows_to_correct: so many of the next windows have their gradient multiplied by predicted over seen items.
-        reconsiders: it is observed again in the next window.
-        reconsidered: how often that was done.
-        mixed: windows in a row in which micro-batches of this rank had other terms than the contract.
-    """
-
-    contract: LossContract | None = None
-    labels: Labels | None = None
-    attempts: int = 0
-    counts_by_forwards: bool = False
+    contract: LossContract | None = None  # None: it was not observed yet
+    labels: Labels | None = None  # of the micro-batches that it is observed on; None: there was none
+    attempts: int = 0  # windows with targets in which it was observed
+    counts_by_forwards: bool = False  # a window was divided by other items than its rules predicted
+    #: so many of the next windows have their gradient multiplied by predicted over seen items.
     windows_to_correct: int = 0
-    reconsiders: bool = False
-    reconsidered: int = 0
-    mixed: int = 0
+    reconsiders: bool = False  # it is observed again in the next window
+    reconsidered: int = 0  # how often that was done
+    mixed: int = 0  # windows in a row in which micro-batches of this rank had other terms than the contract
 
     @property
     def is_settled(self) -> bool:
@@ -80,31 +70,20 @@ class LossState:
 
 @dataclass(eq=False)
 class TrainingState:
-    """State of one training.
+    """State of one training."""
 
-    Attributes:
-        loss: how it is reduced.
-        differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
-        unread: windows since the last log with other counts than predicted; a tensor on the device, if any.
-        empty: a window had no target; a tensor on the device.
-        opened: windows so far.
-        inexact: those that were not exact.
-        unreported: the other ranks do not know of one of them yet.
-        recorded: the training is in the report.
-        troubled: looking at a loss failed on this rank, and the other ranks do not know it yet.
-        aside: the training is stock's.
-    """
-
-    loss: LossState = field(default_factory=LossState)
+    loss: LossState = field(default_factory=LossState)  # how it is reduced
+    #: a window of this rank had other counts than predicted; the other ranks learn it in the next.
     differs: bool = False
+    #: windows since the last log with other counts than predicted; a tensor on the device, if any.
     unread: Tensor | int = 0
-    empty: Tensor | bool = False
-    opened: int = 0
-    inexact: int = 0
-    unreported: bool = False
-    recorded: bool = False
-    troubled: bool = False
-    aside: bool = False
+    empty: Tensor | bool = False  # a window had no target; a tensor on the device
+    opened: int = 0  # windows so far
+    inexact: int = 0  # those that were not exact
+    unreported: bool = False  # the other ranks do not know of one of them yet
+    recorded: bool = False  # the training is in the report
+    troubled: bool = False  # looking at a loss failed on this rank, and the other ranks do not know it yet
+    aside: bool = False  # the training is stock's
     _last_inexact: int = -1
 
     def note_inexact(self, number: int | None = None, windows: int = 1) -> None:

@@ -37,29 +37,17 @@ _READING = "comparing a window's counts with those predicted"
 
 @dataclass(eq=False)
 class Window:
-    """The micro-batches of one optimizer step on this rank.
+    """The micro-batches of one optimizer step on this rank."""
 
-    Attributes:
-        host: of the training.
-        batches: the micro-batches.
-        part: its denominators, and what its micro-batches have divided by.
-        each: items of each micro-batch (see `core.count.Counted`).
-        number: as upstream counts over all ranks, 0-dim; None: upstream does not.
-        done: micro-batches that were run.
-        value: the logged loss, summed over them, 0-dim.
-        ended: it was closed.
-        stock_number: num_items_in_batch as the stock Trainer has it.
-    """
-
-    host: Host
-    batches: list[Any]
-    part: Part
-    each: list[Counts] = field(default_factory=list)
-    number: Tensor | None = None
-    done: int = 0
-    value: Tensor | None = None
-    ended: bool = False
-    stock_number: Any = None
+    host: Host  # of the training
+    batches: list[Any]  # the micro-batches
+    part: Part  # its denominators, and what its micro-batches have divided by
+    each: list[Counts] = field(default_factory=list)  # items of each micro-batch (see `core.count.Counted`)
+    number: Tensor | None = None  # as upstream counts over all ranks, 0-dim; None: upstream does not
+    done: int = 0  # micro-batches that were run
+    value: Tensor | None = None  # the logged loss, summed over them, 0-dim
+    ended: bool = False  # it was closed
+    stock_number: Any = None  # num_items_in_batch as the stock Trainer has it
 
     def items_of(self, batch: Any) -> Counts:
         """Items of a micro-batch by each rule, 0-dim; a copy or a part of one is counted again."""
