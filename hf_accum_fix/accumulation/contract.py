@@ -172,11 +172,12 @@ class LossContract:
         return replace(self, terms=())
 
     def with_one_rule(self) -> LossContract:
-        """With the first rule of a loss of one term: enough where it is corrected at the end of a window."""
-        if len(self.terms) != 1 or self.terms[0].how is not How.MEAN:
-            return self
-        [term] = self.terms
-        return replace(self, terms=(replace(term, rules=dict([*term.rules.items()][:1])),))
+        """With the likeliest rule of each mean: what its divisors are is compared with what that predicts."""
+        terms = (
+            replace(each, rules=dict([*each.rules.items()][:1])) if each.how is How.MEAN else each
+            for each in self.terms
+        )
+        return replace(self, terms=tuple(terms))
 
     @cached_property
     def rules(self) -> tuple[Items, ...]:
@@ -184,12 +185,6 @@ class LossContract:
         counted = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER))
         rules = (self.items, *(rule for each in counted for rule in each.rules))
         return tuple(dict.fromkeys(rule for rule in rules if rule is not None))
-
-    def ambiguous(self, totals: Mapping[Items, float]) -> set[How]:
-        """The kinds of terms that two rules fit so far, which count a window differently; ``totals``: N by `rules`."""
-        several = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER) and len(each.rules) > 1)
-        counted = [(each.how, [totals[rule] * ratio for rule, ratio in each.rules.items()]) for each in several]
-        return {how for how, n in counted if max(n) - min(n) > 1e-6 * max(n)}
 
     def with_rules_of_number(self, rules: Sequence[Items]) -> LossContract:
         """With the rules that count num_items_in_batch."""

@@ -61,9 +61,7 @@ def _observe(host: Host, batches: Sequence[Any], number: Any, error: Exception |
         return
     found = _of_all(host, batches, number)
     if loss.contract is None or loss.contract.yields_to(found):
-        if host.world_size == 1 or not host.readable:
-            # Several ranks correct a window only after one has found a difference.
-            found = found.with_one_rule()
+        found = found.with_one_rule()
         loss.attempts += found.reason != NO_TARGET_SEEN
         # One rank's looks may have shown that.
         host.requires_number |= found.is_read and found.hands_number

@@ -172,12 +172,16 @@ def _exchange(
 
 def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tensor) -> Counted:
     """With N of what the rules of a window do not count, or not alike; its routing is settled, and doubts are noted."""
-    counted = _with_upstreams_rule(host, counted)
     part, state = counted.part, host.state
-    if _needs_forwards(host, part) and not part.is_whole:
-        counted = counted._replace(part=_count_by_forwards(host, batches, counted))
+    contract = part.contract
+    if contract.needs_forwards or (state.loss.counts_by_forwards and contract.groups > 1):
+        counted = counted if part.is_whole else counted._replace(part=_count_by_forwards(host, batches, counted))
+    of_number = {rule for each in contract.terms if each.how is How.NUMBER for rule in each.rules}
+    # Reading would wait for another device.
+    if len(of_number) > 1 and host.reads_are_free and len({float(part.totals[rule]) for rule in of_number}) > 1:
+        host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
     host.router.settle(routing, max(len(batches), 1), host.data_ranks)
-    contract, empty = part.contract, None
+    empty = None
     if batches and contract.items is not None:
         empty = part.total == 0
         state.empty = state.empty | empty
@@ -185,38 +189,6 @@ def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tens
     if not (contract.exact or contract.reason == NO_TARGET_SEEN) and not (host.reads_are_free and bool(empty)):
         state.note_inexact()
     return counted
-
-
-def _with_upstreams_rule(host: Host, counted: Counted) -> Counted:
-    """Where rules that fit num_items_in_batch count a window differently, with upstream's alone."""
-    part, contract = counted.part, counted.part.contract
-    if How.NUMBER not in _ambiguous(host, part):
-        return counted
-    rules = [rule for each in contract.terms if each.how is How.NUMBER for rule in each.rules]
-    upstreams = [rule for rule in rules if counted.number is not None and part.totals[rule] == counted.number]
-    host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
-    if not upstreams:
-        return counted
-    contract = contract.with_rules_of_number(tuple(upstreams))
-    totals: dict[Items | int, Tensor] = {rule: part.totals[rule] for rule in contract.rules}
-    return counted._replace(part=replace(part, contract=contract, totals=totals))
-
-
-def _needs_forwards(host: Host, part: Part) -> bool:
-    """Whether forwards have to count a window: no rule fits a term, one has failed, or two that fit differ."""
-    contract = part.contract
-    failed = host.state.loss.counts_by_forwards and contract.groups > 1
-    return contract.needs_forwards or failed or How.MEAN in _ambiguous(host, part)
-
-
-def _ambiguous(host: Host, part: Part) -> set[How]:
-    """See `LossContract.ambiguous`; empty where reading would wait for another device."""
-    if len(part.totals) < 2 or not host.reads_are_free:
-        return set()
-    rules = part.contract.rules
-    return part.contract.ambiguous(
-        dict(zip(rules, torch.stack([part.totals[each] for each in rules]).tolist(), strict=True))
-    )
 
 
 def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> Part:

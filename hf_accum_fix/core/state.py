@@ -41,9 +41,6 @@ class LossState:
 
     def use_contract(self, contract: LossContract) -> None:
         """Use a contract from this window on."""
-        if self.contract is not None and len(contract.terms) > 1:
-            # A loss of one term is corrected, and keeps a single rule.
-            contract = contract.fitting_as_well(self.contract)
         self.contract = contract
         if not (contract.is_counted or contract.needs_forwards):
             self.windows_to_correct = ALWAYS

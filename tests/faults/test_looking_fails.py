@@ -45,7 +45,7 @@ FAULTS = [
     ("core.contracts", "agree"),
     ("core.host", "labels_of"),
     ("core.count", "_other_labels"),
-    ("core.count", "_needs_forwards"),
+    ("core.count", "_by_term"),
     ("core.host", "Host.record"),
     ("core.host", "Host.read"),
     ("core.window", "weigh"),
