@@ -21,7 +21,6 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 
@@ -31,7 +30,7 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
     The contract comes from training; before any training the loss is observed on the first batch.
     """
     session = session_of(trainer, options)
-    if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
+    if not options.eval_loss or not enabled() or session.evaluates:
         return wrapped(*args, **kwargs)
     original_step, device = trainer.prediction_step, trainer.args.device
     sums = torch.zeros(2, dtype=count_dtype(device), device=device)
@@ -68,7 +67,7 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
         return result
 
     with (
-        overridden(session, "busy", session.busy | {"evaluation_loop"}),
+        overridden(session, "evaluates", True),
         overridden(trainer, "prediction_step", prediction_step),
     ):
         output = wrapped(*args, **kwargs)
@@ -125,15 +124,10 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
     """
     session: Session = vars(trainer)[SESSION]
-    contract, given, number = session.contract, dict[str, Any](), None
+    contract, number, custom = session.contract, None, session.custom_loss
     assert contract is not None
-    custom, rule = session.custom_loss if model.training else compute_loss_of(trainer), contract.items
-    if custom is not None:
-        given["return_outputs"] = True
-    if rule is not None and (session.func is not None if custom is None else contract.by_number):
-        number = contract.as_number(rule.count(inputs, session.device))
-        if custom is not None and hands_number(custom):
-            # It may need one; if it multiplies by W, the number is W times this count.
-            given["num_items_in_batch"] = number * (session.data_ranks if contract.takes_world_size else 1)
+    if contract.items is not None and (session.func is not None if custom is None else contract.by_number):
+        times = session.data_ranks if contract.takes_world_size else 1
+        number = contract.as_number(contract.items.count(inputs, session.device)) * times
     with trainer.accelerator.autocast():
-        return session.loss_in_training(custom, model, inputs, number, **given)
+        return session.loss_in_training(model, inputs, number, **({} if custom is None else {"return_outputs": True}))
