@@ -1,13 +1,8 @@
 """The overrides of the Trainer's methods.
 
-Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, by the patch on the Trainer class and by
+Each is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, by the patch on the Trainer class and by
 `GlobalBatchMixin` through ``super()``; ``wrapped`` is the bound original. If both are active, the inner call passes
 through.
-
-    train              refuse setups that cannot be exact, before anything runs   (training)
-    get_batch_samples  count the window; on the first one, observe the loss       (step, session)
-    training_step      pass accelerate the weighted loss, and return the one to log  (step)
-    compute_loss       inside a micro-batch, the loss before any release's scaling  (step)
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ class Session(Host):
         kept_back: see `LossRun`.
         upstream_numbers: what upstream has counted of the window that is fetched, on this rank.
         is_counted: the window that is fetched has a number.
-        evaluates: an evaluation runs, so that a nested one passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         context_parallel: its step would cut samples.
         finite: 0 while the loss of every window was finite, else nan.
@@ -86,9 +85,7 @@ class Session(Host):
     kept_back = 0
     upstream_numbers: Sequence[Any] = ()
     is_counted = False
-    evaluates = False
     refused: AccumFixError | None = None
-    context_parallel = False
     finite: Tensor | float = 0.0
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
@@ -116,11 +113,6 @@ class Session(Host):
     def trained(self) -> nn.Module:  # type: ignore[override]
         """See `Host`."""
         return self.trainer.model_wrapped  # type: ignore[no-any-return]
-
-    @property
-    def custom_loss(self) -> Callable[..., Any] | None:
-        """The custom loss that is trained; None: it is the base's."""
-        return facts_of.compute_loss_of(self.trainer)
 
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
@@ -171,6 +163,12 @@ class Session(Host):
             )
         return window
 
+    def settled(self, batches: Sequence[Any]) -> LossContract:
+        """How its loss is reduced, observed on the micro-batches of one window, in training or outside."""
+        settle(self, batches)
+        assert self.contract is not None
+        return self.contract
+
     # --- its loss, run outside of a micro-batch ----------------------------------------------------------------------
 
     def unscaled_loss(self, model: nn.Module, given: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
@@ -210,7 +208,7 @@ class Session(Host):
 
         The base's loss gets the ``number``; a custom one gets it if training passes one, and what else is ``given``.
         """
-        custom, calls = self.custom_loss, list[bool]()
+        custom, calls = facts_of.compute_loss_of(self.trainer), list[bool]()
 
         def base(model: nn.Module, inputs: Mapping[str, Any], passed: Any) -> tuple[Tensor, Any]:
             if self.requires_number:
@@ -260,7 +258,7 @@ class Session(Host):
             trainer.optimizer.train()
         with self.run(batches) as run:
             run.model.train()
-            with nullcontext() if self.custom_loss is None else PythonState(trainer, leave=run.leave):
+            with nullcontext() if facts_of.compute_loss_of(trainer) is None else PythonState(trainer, leave=run.leave):
                 yield run
 
     # --- how it is reduced -------------------------------------------------------------------------------------------
@@ -287,7 +285,8 @@ class Session(Host):
             )
 
     def facts(self, batches: Sequence[Any], number: Any) -> Facts:
-        trainer, custom, func, bare = self.trainer, self.custom_loss, self.func, self.bare(self.trainer.model)
+        trainer, bare, custom = self.trainer, self.bare(self.trainer.model), facts_of.compute_loss_of(self.trainer)
+        of_base = custom is None and self.func is None
         # Where nothing is counted, training passes None.
         counts = self.is_counted or not trainer.is_in_train
         handed = self.requires_number or (custom is not None and facts_of.hands_number(custom) and counts)
@@ -297,16 +296,15 @@ class Session(Host):
             handed="all" if handed else "once" if self.passes_number and custom is None else "none",
             hands_number=self.requires_number,
             custom=custom is not None,
-            func=func is not None,
+            func=self.func is not None,
             own=own_steps | own_ranks,
             own_steps=own_steps,
-            has_stock=custom is not None or func is not None or not _NUMBER_DROPPED,
-            has_z_loss=custom is None and func is None and has_z_loss(bare),
+            has_stock=not (of_base and _NUMBER_DROPPED),
+            has_z_loss=of_base and has_z_loss(bare),
             upstream_number=None if number is None else float(number),
         )
-        made_later = not all(isinstance(batch, Mapping) for batch in batches)
-        if made_later or facts_of.replaces_step(trainer):
-            reason = MADE_LATER if made_later else MADE_BY_STEP
+        reason = MADE_BY_STEP if facts_of.replaces_step(trainer) else ""
+        if reason := reason if all(isinstance(batch, Mapping) for batch in batches) else MADE_LATER:
             plain = LossContract(Reduction.PLAIN, custom=True, as_stock=True, doubt=reason, reason=reason)
             return Facts(setting, unobserved=plain)
         doubt = ""
@@ -317,14 +315,6 @@ class Session(Host):
         # One part of a sample shows no count.
         doubt = "a router loss is added to smoothed labels" if any(router_coefficients(bare)) else doubt
         return Facts(setting, unobserved=LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt))
-
-
-def settled_contract(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:
-    """The contract of a trainer's loss, observed on the micro-batches of one window outside of training."""
-    session = session_of(trainer, options)
-    settle(session, window)
-    assert session.contract is not None
-    return session.contract
 
 
 def session_of(trainer: TrainerLike, options: Options, *, new: bool = False) -> Session:

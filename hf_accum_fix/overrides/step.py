@@ -72,8 +72,8 @@ def counted(session: Session, original: Original, *args: Any, **kwargs: Any) -> 
 
 def _keep_own_number(session: Session, window: Window, number: Any) -> None:
     """Train as stock where a trainer counts the items of all ranks that its model divides by in its own way."""
-    accepts = session.passes_number or session.func is not None
-    if number is None or not accepts or window.part.contract.custom or not session.reads_are_free:
+    divides = (session.passes_number or session.func is not None) and not window.part.contract.custom
+    if number is None or not divides or not session.reads_are_free:
         return
     own, total = float(number), float(window.counts.total)
     if abs(own - total) > 1e-6 * total:
@@ -180,7 +180,6 @@ class MicroBatch:
 
     Attributes:
         batch: as fetched; if the step got another object, the one at its place.
-        is_own: the step got it, not another object.
         part: of the window.
         inputs: of its forward, as a ``compute_loss`` got them.
         zero_weight: it counts nothing.
@@ -195,9 +194,8 @@ class MicroBatch:
 
     def __init__(self, session: Session, window: Window, inputs: Any) -> None:
         self.session, self.window, self.part = session, window, window.part
-        at_its_place = window.batches[min(window.done, len(window.batches) - 1)]
-        self.is_own = any(batch is inputs for batch in window.batches)
-        self.batch = inputs if self.is_own else at_its_place
+        at = window.batches[min(window.done, len(window.batches) - 1)]
+        self.batch = at if at is inputs else next((each for each in window.batches if each is inputs), at)
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         trainer, self._engine = session.trainer, session.trainer.accelerator
         self._compute_loss, self._backward = trainer.compute_loss, self._engine.backward
@@ -206,9 +204,8 @@ class MicroBatch:
     def running(self) -> Iterator[None]:
         """Around the trainer's step."""
         session, window, trainer = self.session, self.window, self.session.trainer
-        head = session.bare(trainer.model) if self.part.contract.has_router_loss else None
         with (
-            capture(self.part.contract, head) as self._captured,
+            capture(self.part.contract, session.bare(trainer.model)) as self._captured,
             overridden(session, "base_loss", self.base_loss),
             overridden(trainer, "compute_loss", self.compute_loss),
             overridden(self._engine, "backward", self.backward),
@@ -254,7 +251,7 @@ class MicroBatch:
             return run_by_rule(
                 part,
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
-                self.window.items_of(self.batch) if self.is_own else None,
+                None,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
                 own_loss=session.func is not None,
             )

@@ -78,19 +78,17 @@ def replaces_step(trainer: TrainerLike) -> bool:
 
 
 def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> tuple[frozenset[int], frozenset[int]]:
-    """The numbers above 1 among G and W that the code of the trainer's own loss or step names: ``steps``, and the rest.
+    """The numbers above 1 among G (``steps``) and W that the code of the trainer's own loss or step names: of G, of W.
 
     A trainer that declares its scale has none.
     """
-    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer):
-        return frozenset(), frozenset()
+    declares = getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer)
     # A constructor may keep them.
     own = [getattr(trainer, each) for each in ("compute_loss", "training_step", "__init__") if is_custom(trainer, each)]
     func = getattr(trainer, "compute_loss_func", None)
-    names = _named_in(type(trainer), *own, *([] if func is None else [func]))
-    of_steps = steps if any("accum" in name for name in names) else set[int]()
-    of_ranks = {ranks} if names & _RANKS else set[int]()
-    return frozenset(of_steps - {0, 1}), frozenset(of_ranks - {0, 1})
+    names = set[str]() if declares else _named_in(type(trainer), *own, *([] if func is None else [func]))
+    of_steps = {each for each in steps if each > 1 and any("accum" in name for name in names)}
+    return frozenset(of_steps), frozenset({ranks} if ranks > 1 and names & _RANKS else ())
 
 
 def _named_in(cls: type, *functions: Any) -> set[str]:

@@ -186,28 +186,20 @@ def _balanced(session: Session, loader: Any) -> Any:
     if not isinstance(balance, BalanceOptions) or kept.get(DEALER, balance) is None:
         return loader
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
-        session.warn_once(
-            "balanced already",
-            "balance_windows: train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are "
-            "corrected as well",
+        why = "train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are corrected as well"
+    elif not hasattr(loader, "dataset"):
+        got = f"got a train dataloader {type(loader).__name__} without a data set"
+        why = f"{got}; expected torch's DataLoader; its windows are not balanced"
+    else:
+        if DEALER not in kept or kept[DEALER].options != balance:
+            kept[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
+        length_column = getattr(args, "length_column_name", None) or "length"
+        lockstep, columns = waits_every_micro_batch(trainer.accelerator), trainer.train_dataset
+        return kept[DEALER].around(
+            loader, session.steps, lockstep=lockstep, length_column=length_column, columns=columns
         )
-        return loader
-    if not hasattr(loader, "dataset"):
-        session.warn_once(
-            "not balanced",
-            f"balance_windows: got a train dataloader {type(loader).__name__} without a data set; expected torch's "
-            "DataLoader; its windows are not balanced",
-        )
-        return loader
-    if DEALER not in kept or kept[DEALER].options != balance:
-        kept[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
-    return kept[DEALER].around(
-        loader,
-        session.steps,
-        lockstep=waits_every_micro_batch(trainer.accelerator),
-        length_column=getattr(args, "length_column_name", None) or "length",
-        columns=trainer.train_dataset,
-    )
+    session.warn_once("not balanced", f"balance_windows: {why}")
+    return loader
 
 
 def _not_dispatching(session: Session) -> AbstractContextManager[None]:
