@@ -102,10 +102,8 @@ def _without_filling(trainer: TrainerLike, items: Items, inputs: Mapping[str, An
         return {}
     target = inputs.get(items.keys[0]) if items.keys else None
     if isinstance(target, Tensor) and items.ignore_index is not None and not target.is_floating_point():
-        masked = {key: inputs[key].clone() for key in items.keys}
-        for each in masked.values():
-            each[last.own :] = items.ignore_index
-        return {**inputs, **masked}
+        filling = torch.arange(last.own, rows, device=target.device)
+        return {**inputs, **{key: inputs[key].index_fill(0, filling, items.ignore_index) for key in items.keys}}
     return {key: each[: last.own] if has_rows(each) and len(each) == rows else each for key, each in inputs.items()}
 
 

@@ -169,8 +169,6 @@ class Session(Host):
         assert self.contract is not None
         return self.contract
 
-    # --- its loss, run outside of a micro-batch ----------------------------------------------------------------------
-
     def unscaled_loss(self, model: nn.Module, given: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         """The base Trainer's loss, before any release's scaling.
 
@@ -260,8 +258,6 @@ class Session(Host):
             run.model.train()
             with nullcontext() if facts_of.compute_loss_of(trainer) is None else PythonState(trainer, leave=run.leave):
                 yield run
-
-    # --- how it is reduced -------------------------------------------------------------------------------------------
 
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
         trainer, given = self.trainer, self.options.contract

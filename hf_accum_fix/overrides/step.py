@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
+from hf_accum_fix.accumulation.part import differ
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
@@ -61,50 +62,43 @@ def counted(session: Session, original: Original, *args: Any, **kwargs: Any) -> 
         fetched, number, error = [], None, caught
     if not session.upstream_numbers and error is None:
         return fetched, number
-    upstreams = next(iter(session.upstream_numbers), None)
-    session.is_counted = number is not None
-    window, is_own = session.open(fetched, upstreams, error), number is not upstreams
-    # Other ranks may not know of a number that a custom one returns.
-    if window is not None and (session.world_size == 1 if is_own else counts_itself(session.trainer)):
-        _keep_own_number(session, window, number if is_own else window.counts.number)
-    return fetched, number if is_own else _number_of(session, number)
+    session.is_counted, upstreams = number is not None, next(iter(session.upstream_numbers), None)
+    session.open(fetched, upstreams, error)
+    return fetched, _number_of(session, number, is_own=number is not upstreams)
 
 
-def _keep_own_number(session: Session, window: Window, number: Any) -> None:
-    """Train as stock where a trainer counts the items of all ranks that its model divides by in its own way."""
-    divides = (session.passes_number or session.func is not None) and not window.part.contract.custom
-    if number is None or not divides or not session.reads_are_free:
-        return
-    own, total = float(number), float(window.counts.total)
-    if abs(own - total) > 1e-6 * total:
-        words = f"counts {own:g} items of a window that has {total:g}, by which its model divides in stock"
+def _number_of(session: Session, number: Any, *, is_own: bool = False) -> Any:
+    """num_items_in_batch, where ``get_batch_samples`` returned ``number``, its own or the one that upstream counted.
+
+    Where a model divides by it, it has to be the window's, or the training is stock's. The base's loss gets N, if it
+    has items; a custom one that divides by it N if it multiplies by W, else N / W. All others get what stock gives.
+    """
+    window, trainer, several = session.window, session.trainer, session.world_size > 1
+    averages = getattr(trainer.args, "average_tokens_across_devices", False)
+    if window is None:
+        sums = several and averages and number is not None and not is_own
+        return session.summed(torch.as_tensor(number, device=session.device)) if sums else number
+    part, total, of_all = window.part, window.counts.total, number if is_own else window.counts.number
+    window.stock_number = of_all.long() if averages and of_all is not None and not is_own else number
+    custom, divides = part.contract.custom, session.passes_number or session.func is not None
+    # Other ranks may not know of a number that a custom ``get_batch_samples`` has returned.
+    counts_otherwise = not several if is_own else counts_itself(trainer)
+    if divides and not custom and counts_otherwise and of_all is not None and differ(of_all, total):
+        own, n = float(of_all), float(total)
+        words = f"counts {own:g} items of a window that has {n:g}, by which its model divides in stock"
         session.not_exact("own number", words)
         session.state.aside, session.window = True, None
-
-
-def _number_of(session: Session, number: Any) -> Any:
-    """num_items_in_batch for a ``compute_loss``; upstream has counted ``number`` on this rank.
-
-    N for the base's loss, if it has items. A custom loss that divides by it gets N if it multiplies by W, else N / W.
-    The rest gets upstream's: of all ranks, if so set, where the training is stock's, else of this rank.
-    """
-    window, averages = session.window, getattr(session.trainer.args, "average_tokens_across_devices", False)
-    if window is None:
-        sums = number is not None and averages and session.world_size > 1
-        return session.summed(torch.as_tensor(number, device=session.device)) if sums else number
-    counts, part, of_all = window.counts, window.part, window.counts.number
-    window.stock_number = of_all.long() if of_all is not None and averages else number
-    contract = part.contract
-    if of_all is None or not (contract.by_number if contract.custom else contract.items is not None):
+        return _number_of(session, number, is_own=is_own)
+    if is_own or of_all is None or not (part.contract.by_number if custom else part.contract.items is not None):
         return number
-    if contract.custom and part.is_whole:
-        if session.reads_are_free and counts.total != of_all:
-            n, upstreams = float(counts.total), float(of_all)
+    if custom and part.is_whole:
+        if differ(of_all, total):
+            n, upstreams = float(total), float(of_all)
             session.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
         return number
-    # Whether a custom loss multiplies by W; if that is unknown, as tokens are averaged across devices.
-    multiplies = averages if contract.takes_world_size is None else contract.takes_world_size
-    return counts.total.long() if multiplies or not contract.custom else counts.total / part.world_size
+    # If it is unknown whether a custom loss multiplies by W: where tokens are averaged across devices.
+    multiplies = averages if part.contract.takes_world_size is None else part.contract.takes_world_size
+    return total.long() if multiplies or not custom else total / part.world_size
 
 
 def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
@@ -317,16 +311,13 @@ class MicroBatch:
             window.add(loss)
         window.done += 1
         if window.done == len(window.batches):
-            summed, times = window.value, window.close(session.trainer.model_wrapped)
+            summed, times = window.value, window.close(session.trained)
             if times is not None and loss is not None and summed is not None:
                 # The last micro-batch corrects the window's logged loss.
                 loss = loss + (times - 1) * summed
             if window.value is not None:
                 session.finite = session.finite + window.value * 0.0
         return loss
-
-
-# --- what comes from outside of a micro-batch ------------------------------------------------------------------------
 
 
 def backward(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -343,15 +334,14 @@ def backward(session: Session, original: Original, *args: Any, **kwargs: Any) ->
 def clip(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """``accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
     if session.base_loss is None:
-        _close_unfinished(session.window)
+        _close_unfinished(session)
     return original(*args, **kwargs)
 
 
-def _close_unfinished(window: Window | None) -> None:
+def _close_unfinished(session: Session) -> None:
     """Close a window whose last micro-batch was skipped, on every rank."""
-    if window is not None and window.done and not window.ended:
-        assert window.host.trained is not None
-        window.close(window.host.trained)
+    if (window := session.window) is not None and window.done and not window.ended:
+        window.close(session.trained)
 
 
 def check_step(session: Session, optimizer: Optimizer) -> None:
@@ -372,7 +362,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
     if outer is None:
         return
     if window is not None and (window.value is not None or not window.batches):
-        _close_unfinished(session.window)
+        _close_unfinished(session)
     elif (
         not session.state.troubled
         and session.steps * session.world_size > 1

@@ -17,7 +17,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 #: The modules of the base Trainer, with and without the patch.
 _OURS = ("hf_accum_fix.trainer", Trainer.__module__)
 _STEP = "hf_accum_fix.overrides.step"
-#: Stands for calls that are not followed, among the names in code.
+#: Stands for calls that cannot be read, among the names in code.
 _UNREADABLE = "?"
 #: Names of the number of ranks.
 _RANKS = {"num_processes", "world_size", "get_world_size", "n_gpu"}
@@ -94,13 +94,15 @@ def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> tuple[froz
 def _named_in(cls: type, *functions: Any) -> set[str]:
     """What the code of functions names, and of those it leads to: of its class, closures and own modules.
 
-    `_UNREADABLE` is among them if it calls what is not followed.
+    `_UNREADABLE` is among them if the first is no function, or wraps what it calls.
     """
     pending, seen, found = [*functions], set[CodeType](), set[str]()
     while pending:
         function = inspect.unwrap(pending.pop())
-        code = getattr(function, "__code__", None)
-        if code is None:
+        code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+        held = [cell.cell_contents for cell in cells if cell != CellType()]
+        if not found and (code is None or any(callable(each) and not isinstance(each, type) for each in held)):
+            # A wrapper's closure has what it calls.
             found.add(_UNREADABLE)
         if code is None or code in seen or function.__module__ == Trainer.__module__:
             continue
@@ -111,10 +113,6 @@ def _named_in(cls: type, *functions: Any) -> set[str]:
             names |= {*each.co_names, *each.co_freevars, *words}
             codes += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
         found |= names
-        held = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-        # A wrapper's closure has what it calls.
-        if any(callable(each) and not isinstance(each, type) for each in held):
-            found.add(_UNREADABLE)
         spaces = (*map(vars, cls.__mro__), function.__globals__)
         held += [space[name] for name in names for space in spaces if name in space]
         root = function.__module__.partition(".")[0]

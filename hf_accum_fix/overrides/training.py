@@ -46,8 +46,8 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
     sizes = {axis: parallel_size(trainer, axis) for axis in ("cp", "sp")}
-    func = getattr(trainer, "compute_loss_func", None)
-    check_shards(type(trainer).__name__, sizes, options, func=func is not None)
+    has_func = getattr(trainer, "compute_loss_func", None) is not None
+    check_shards(type(trainer).__name__, sizes, options, func=has_func)
     session = session_of(trainer, options, new=True)
     session.warn_off(off)
     TRAINING.append(session)
@@ -142,9 +142,6 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
     return off
 
 
-# --- its dataloader: whole windows, length-balanced if requested, and repeated samples found -------------------------
-
-
 def get_train_dataloader(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over."""
     with _not_dispatching(session):
@@ -165,7 +162,8 @@ def get_train_dataloader(session: Session, original: Original, *args: Any, **kwa
     if not release_counts_windows():
         # It fetches no windows: each is counted before its first micro-batch is run.
         return WholeWindows(loader, session.steps, session.open)
-    loses_the_rest = _is_endless(loader) or is_present("epoch-tail-not-trained", transformers.__version__)
+    # Without a length it is a stream.
+    loses_the_rest = length_hint(loader, -1) < 0 or is_present("epoch-tail-not-trained", transformers.__version__)
     return WholeWindows(loader, session.steps) if loses_the_rest else loader
 
 
@@ -185,7 +183,7 @@ def _balanced(session: Session, loader: Any) -> Any:
     kept = vars(trainer)
     if not isinstance(balance, BalanceOptions) or kept.get(DEALER, balance) is None:
         return loader
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and length_hint(loader, -1) >= 0:
         why = "train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are corrected as well"
     elif not hasattr(loader, "dataset"):
         got = f"got a train dataloader {type(loader).__name__} without a data set"
@@ -219,8 +217,3 @@ def _not_dispatching(session: Session) -> AbstractContextManager[None]:
         "dispatching", f"{what}: dispatch_batches, the Trainer's default for a stream, is off in this training"
     )
     return overridden(holder, "dispatch_batches", False)
-
-
-def _is_endless(loader: Any) -> bool:
-    """Whether a loader has no length."""
-    return length_hint(loader, -1) < 0
