@@ -111,7 +111,6 @@ class Session(Host):
 
     @property
     def trained(self) -> nn.Module:  # type: ignore[override]
-        """See `Host`."""
         return self.trainer.model_wrapped  # type: ignore[no-any-return]
 
     def summed(self, numbers: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 get_batch_samples                   the window is counted over all ranks by one collective, before its first micro-batch
 training_step                       of the Trainer, around one micro-batch
-  MicroBatch.running                what the step calls is overridden
-    MicroBatch.compute_loss         the trainer's loss is computed, and weighted by its graph
-      compute_loss                  of the Trainer, which a custom one may call
-        MicroBatch.base_loss        the model runs
-    MicroBatch.backward             the engine gets the weighted loss, whatever the step made of it
+  MicroBatch.compute_loss           the trainer's loss is computed, and weighted by its graph
+    compute_loss                    of the Trainer, which a custom one may call
+      MicroBatch.base_loss          the model runs
+  MicroBatch.backward               the engine gets the weighted loss, whatever the step made of it
   MicroBatch.end                    the window is closed after its last; the loss to log is returned
 clip, check_step                    a window whose last micro-batch was skipped is closed
 """
@@ -14,8 +13,7 @@ clip, check_step                    a window whose last micro-batch was skipped 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +25,7 @@ from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.part import differ
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
-from hf_accum_fix.accumulation.values import capture
+from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
@@ -135,7 +133,13 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
             # Upstream loads a checkpoint's random state after it has fetched a window: the vectors are made anew.
             session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
     micro_batch = MicroBatch(session, window, inputs)
-    with micro_batch.running():
+    with (
+        capture(window.part.contract, session.bare(trainer.model)) as micro_batch.captured,
+        overridden(session, "base_loss", micro_batch.base_loss),
+        overridden(trainer, "compute_loss", micro_batch.compute_loss),
+        overridden(trainer.accelerator, "backward", micro_batch.backward),
+        session.adding(trainer.model_wrapped, len(window.batches), window.done + 1),
+    ):
         result = wrapped(*args, **kwargs)
     loss = micro_batch.end()
     return result if loss is None else loss
@@ -175,12 +179,14 @@ class MicroBatch:
     Attributes:
         batch: as fetched; if the step got another object, the one at its place.
         part: of the window.
+        captured: of its forward.
         inputs: of its forward, as a ``compute_loss`` got them.
         zero_weight: it counts nothing.
         weighed: the last of them, summed over the window and averaged over ranks the global batch's.
         value: its part of the logged loss, once the engine has got the loss.
     """
 
+    captured: Captured
     inputs: Mapping[str, Any]
     weighed: Weighed | None = None
     value: Tensor | None = None
@@ -193,19 +199,6 @@ class MicroBatch:
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         trainer, self._engine = session.trainer, session.trainer.accelerator
         self._compute_loss, self._backward = trainer.compute_loss, self._engine.backward
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around the trainer's step."""
-        session, window, trainer = self.session, self.window, self.session.trainer
-        with (
-            capture(self.part.contract, session.bare(trainer.model)) as self._captured,
-            overridden(session, "base_loss", self.base_loss),
-            overridden(trainer, "compute_loss", self.compute_loss),
-            overridden(self._engine, "backward", self.backward),
-            session.adding(trainer.model_wrapped, len(window.batches), window.done + 1),
-        ):
-            yield
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's ``compute_loss``, whose result is weighted."""
@@ -265,7 +258,7 @@ class MicroBatch:
         window, contract, steps = self.window, self.part.contract, len(self.window.batches)
         if contract.terms:
             inputs = ZeroWeightBatch(self.inputs) if self.zero_weight else self.inputs
-            return window.weigh(loss, self.batch, self._captured, inputs)
+            return window.weigh(loss, self.batch, self.captured, inputs)
         loss = loss * 0.0 if self.zero_weight and contract.custom else loss
         return window.average(loss, steps if contract.custom and self.session.scales_itself else 1)
 
