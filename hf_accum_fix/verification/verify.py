@@ -17,7 +17,7 @@ from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.ranks import fails_everywhere
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
-from hf_accum_fix.overrides.session import settled_contract
+from hf_accum_fix.overrides.session import session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.progress import Progress
@@ -207,7 +207,7 @@ def _scenes(
         alone = copy_for_split(trainer, len(rows), 1, step)
         if compute_loss_of(alone) is not None:
             alone.compute_loss = without_outputs(alone.compute_loss)
-        contract = settled_contract(alone, micro_batches(rows, size, drawn.collate), options)
+        contract = session_of(alone, options).settled(micro_batches(rows, size, drawn.collate))
         parameters = [each for each in trainer.model.parameters() if each.requires_grad]
         return Scene(alone, parameters, contract, drawn.collate, rows, every(rows))
 
