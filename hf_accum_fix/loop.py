@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.scaling import run_by_rule, scale_of
+from hf_accum_fix.accumulation.scaling import run_by_rule, scale_of, unlike_declared
 from hf_accum_fix.accumulation.values import capture
-from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
+from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.confirmation import confirm_loop
 from hf_accum_fix.core.loop_host import Batch, LoopHost
 from hf_accum_fix.core.window import Window

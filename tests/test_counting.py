@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.accumulation.look import Setting
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.core.contracts import remark, settle
-from hf_accum_fix.core.count import WindowCounts
-from hf_accum_fix.core.host import Facts
 from hf_accum_fix.core.loop_host import LoopHost
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window, open_window
@@ -39,11 +37,11 @@ class Told(LoopHost):
         super().__init__(None, 2, Options())
         self.trained = nn.Linear(1, 1)
 
-    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
+    def facts(self, batches: Sequence[Any], number: Any) -> Any:
         seen, error = self.seen
         if error is not None:
             raise error
-        return Facts(Setting(), unobserved=seen)
+        return seen or Setting()
 
 
 def settled_in(host: Told, window: Sequence[Any], seen: LossContract | None) -> LossContract:
@@ -66,7 +64,7 @@ def test_a_loss_that_may_change_is_observed_again_where_all_ranks_hear_of_it(
     settled_in(host, [BATCH, BATCH], replace(MEAN, terms=(TermSpec(("NllLossBackward0", True)),)))
     host.world_size, host.device = ranks, torch.device(device)
     assert host.contract is not None
-    Window(host, [], WindowCounts(Part(host.contract, {Items(): host.zero}, 2, ranks))).close(nn.Linear(1, 1))
+    Window(host, [], Part(host.contract, {Items(): host.zero}, 2, ranks)).close(nn.Linear(1, 1))
     assert host.state.loss.reconsiders is again
 
 

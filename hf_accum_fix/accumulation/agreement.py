@@ -51,19 +51,19 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
     conclusive = [each for each in ranks if each.conclusive]
     # One rank that shows coupled samples is proof; ranks that show none are not.
-    plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
+    plain = [each for each in conclusive if not each.is_weighed]
     pool = plain or conclusive or [each for each in ranks if each.reason != NO_TARGET_SEEN] or list(ranks)
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
+    stays = any(each.reduction is Reduction.STOCK for each in pool)
     if any(not _are_one_loss(first, each) for each in pool[1:]):
         by_rank = "; ".join(f"rank {rank}: {each}; {len(each.terms)} terms" for rank, each in enumerate(ranks))
-        if conclusive and len({(each.reduction, each.custom) for each in pool}) > 1:
+        if conclusive and len({(each.is_weighed and each.reduction, each.custom) for each in pool}) > 1:
             raise ContractError(
                 f"got different losses on the ranks ({by_rank}); expected the same loss on all; look at what differs "
                 "between them, or pass contract=LossContract(...)"
             )
         reason = f"the ranks train different losses ({by_rank})"
-        found = replace(first, terms=(), as_stock=any(each.as_stock for each in pool), doubt=reason, reason=reason)
-        return replace(found, reduction=Reduction.PLAIN, items=None)
+        return replace(first.averaged(reason, stays=stays), items=None)
     # Where no rule fits on all ranks, every window is corrected.
     terms = first.terms
     for each in pool[1:]:
@@ -74,12 +74,14 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
-    as_stock = any(each.as_stock for each in pool)
-    found = replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, as_stock=as_stock)
-    return found.of_two_fates(takes_number=as_stock or (found.custom and found.by_number))
+    hands = any(each.hands_number for each in pool)
+    found = replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, hands_number=hands)
+    return found.of_two_fates(takes_number=stays or (found.custom and found.by_number))
 
 
 def _are_one_loss(one: LossContract, other: LossContract) -> bool:
-    if (one.reduction, one.custom) != (other.reduction, other.custom) or len(one.terms) != len(other.terms):
+    if (one.is_weighed and one.reduction, one.custom) != (other.is_weighed and other.reduction, other.custom):
+        return False
+    if len(one.terms) != len(other.terms):
         return False
     return all(a.shape == b.shape and a.how is b.how for a, b in zip(one.terms, other.terms, strict=True))

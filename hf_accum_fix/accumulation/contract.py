@@ -44,26 +44,17 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class TermSpec:
-    """How one term of a loss is reduced, as observed in the first window.
+    """How one term of a loss is reduced, as observed in the first window."""
 
-    Attributes:
-        shape: equal for the same term of another micro-batch (`loss_graph.Term.shape`).
-        place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
-        counts: the places of the factors whose product is its divisor.
-        own: the place of a trainer's division by the steps, where another term divides by num_items_in_batch.
-        classes: of a cross entropy, in every micro-batch; 0: they differ, as positions of a text do, or are unknown.
-        rules: every rule that predicts the count, and the ratio of the count to it; the first is in use.
-        counted: the count in the observed batch and its parts, on every rank.
-    """
-
-    shape: tuple[Any, ...]
-    place: int | None = 0
+    shape: tuple[Any, ...]  # equal for the same term of another micro-batch (`loss_graph.Term.shape`)
+    place: int | None = 0  # which of the terms of that shape it is; None: all of them, the rows of one mean or sum
     how: How = How.MEAN
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  # the places of the factors whose product is its divisor
+    #: the place of a trainer's division by the steps, where another term divides by num_items_in_batch.
     own: tuple[int, ...] = ()
-    classes: int = 0
+    #: every rule that predicts the count, and the ratio of the count to it; the first is in use.
     rules: Mapping[Items, float] = field(default_factory=dict)
-    counted: tuple[float, ...] = (1.0,)
+    counted: tuple[float, ...] = (1.0,)  # the count in the observed batch and its parts, on every rank
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -74,7 +65,7 @@ class TermSpec:
         """With the rules that the same term also has in another batch."""
         return replace(self, rules={rule: n for rule, n in self.rules.items() if is_near(n, other.rules.get(rule))})
 
-    @property
+    @cached_property
     def rule(self) -> Items | None:
         """The rule in use; None: no rule predicts the count."""
         return next(iter(self.rules), None)
@@ -83,12 +74,12 @@ class TermSpec:
         """Its count, by that of the rule in use."""
         return count if count is None or self.ratio == 1.0 else count * self.ratio
 
-    @property
+    @cached_property
     def ratio(self) -> float:
         """Of the count to the rule in use."""
         return next(iter(self.rules.values()), 1.0)
 
-    @property
+    @cached_property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
         counted_by = self.rule if self.how is not How.NUMBER else None
@@ -111,46 +102,34 @@ class LossContract:
 
     Attributes:
         reduction: how the loss is reduced.
-        items: what ``N`` counts; None only for `Reduction.SUM`, `Reduction.PLAIN` and `Reduction.WINDOW`.
+        items: what ``N`` counts; None for what is no mean over items.
         router_coefficient: factor of the ``aux_loss`` (see `router_loss`) in the loss, which stays a mean over
             micro-batches; 0.0: there is none.
         router_z_coefficient: the same for the ``z_loss``.
-        terms: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
-        inside: means of stacked numbers are several terms, not rows.
-        added: something without a gradient is added to its terms, which is no mean over their items.
-        constant: its value, where it is the same in every micro-batch; 0.0: it is not.
-        deep: its sums contain factors.
-        custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
-        hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
-        dtype: of the loss, in which its weights are computed.
-        as_stock: the training is the stock Trainer's, to the bit.
-        takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
-        doubt: why it is reported as not exact; empty: it is exact.
-        cause: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
-        unchecked: why coupled samples would not be detected; empty: they would.
-        conclusive: False: it is observed again in the next window.
-        reason: how it was found, in one sentence.
     """
 
     reduction: Reduction
     items: Items | None = None
     router_coefficient: float = 0.0
     router_z_coefficient: float = 0.0
+    #: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
     terms: tuple[TermSpec, ...] = ()
-    inside: bool = False
-    added: bool = False
-    constant: float = 0.0
-    deep: bool = False
-    custom: bool = False
+    #: what is added to its terms without a gradient; 0.0: it is no constant; None: nothing is.
+    added: float | None = None
+    deep: bool = False  # its sums contain factors
+    custom: bool = False  # a Trainer subclass computes or changes the loss in a ``compute_loss``
+    #: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
     hands_number: bool = True
-    dtype: torch.dtype = torch.float32
-    as_stock: bool = False
+    dtype: torch.dtype = torch.float32  # of the loss, in which its weights are computed
+    #: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
     takes_world_size: bool | None = None
-    doubt: str = ""
+    doubt: str = ""  # why it is reported as not exact; empty: it is exact
+    #: what the doubt comes from, as far as splits of the samples show it; coupled samples before others.
     cause: Cause | None = None
-    unchecked: str = ""
-    conclusive: bool = True
-    reason: str = "given"
+    grows: bool = False  # it is nearer to the sum of its parts than to their mean, as far as it can be read
+    unchecked: str = ""  # why coupled samples would not be detected; empty: they would
+    conclusive: bool = True  # False: it is observed again in the next window
+    reason: str = "given"  # how it was found, in one sentence
 
     def __post_init__(self) -> None:
         if not isinstance(self.reduction, Reduction):
@@ -193,11 +172,12 @@ class LossContract:
         return replace(self, terms=())
 
     def with_one_rule(self) -> LossContract:
-        """With the first rule of a loss of one term: enough where it is corrected at the end of a window."""
-        if len(self.terms) != 1 or self.terms[0].how is not How.MEAN:
-            return self
-        [term] = self.terms
-        return replace(self, terms=(replace(term, rules=dict([*term.rules.items()][:1])),))
+        """With the likeliest rule of each mean: what its divisors are is compared with what that predicts."""
+        terms = (
+            replace(each, rules=dict([*each.rules.items()][:1])) if each.how is How.MEAN else each
+            for each in self.terms
+        )
+        return replace(self, terms=tuple(terms))
 
     @cached_property
     def rules(self) -> tuple[Items, ...]:
@@ -205,12 +185,6 @@ class LossContract:
         counted = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER))
         rules = (self.items, *(rule for each in counted for rule in each.rules))
         return tuple(dict.fromkeys(rule for rule in rules if rule is not None))
-
-    def ambiguous(self, totals: Mapping[Items, float]) -> set[How]:
-        """The kinds of terms that two rules fit so far, which count a window differently; ``totals``: N by `rules`."""
-        several = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER) and len(each.rules) > 1)
-        counted = [(each.how, [totals[rule] * ratio for rule, ratio in each.rules.items()]) for each in several]
-        return {how for how, n in counted if max(n) - min(n) > 1e-6 * max(n)}
 
     def with_rules_of_number(self, rules: Sequence[Items]) -> LossContract:
         """With the rules that count num_items_in_batch."""
@@ -256,6 +230,11 @@ class LossContract:
         is_other = any(one.rules and other.rules and not one.with_rules_of(other).rules for one, other in both)
         return self.adds_up > later.adds_up or (later.exact and is_other)
 
+    @cached_property
+    def has_router_terms(self) -> bool:
+        """Whether a term is a router's loss, or one by convention."""
+        return any(each.how is How.ROUTER for each in self.terms)
+
     @property
     def has_router_loss(self) -> bool:
         """Whether the loss has a router loss."""
@@ -279,18 +258,23 @@ class LossContract:
     @property
     def exact(self) -> bool:
         """Whether every split of the global batch gives the same gradient (router terms by convention)."""
-        return self.reduction is not Reduction.PLAIN and self.conclusive and not self.doubt
+        return self.is_weighed and self.conclusive and not self.doubt
 
-    def averaged(self, reason: str) -> LossContract:
-        """Its micro-batches are averaged, for this reason."""
-        items = self.items if self.hands_number else None
-        return replace(self, reduction=Reduction.PLAIN, items=items, terms=(), doubt=reason, reason=reason)
+    @property
+    def is_weighed(self) -> bool:
+        """Whether it is neither averaged nor stock's, to the bit."""
+        return self.reduction not in (Reduction.PLAIN, Reduction.STOCK)
+
+    def averaged(self, reason: str, *, stays: bool = False) -> LossContract:
+        """Its micro-batches are averaged, or it ``stays`` stock's, for this reason."""
+        items, reduction = self.items if self.hands_number else None, Reduction.STOCK if stays else Reduction.PLAIN
+        return replace(self, reduction=reduction, items=items, terms=(), doubt=reason, reason=reason)
 
     def of_two_fates(self, *, takes_number: bool) -> LossContract:
         """What is not exact is the stock Trainer's if it ``takes_number``, else its micro-batches are averaged."""
-        if self.exact or self.cause is Cause.LOG or not (self.doubt or self.reduction is Reduction.PLAIN):
+        if self.exact or self.cause is Cause.LOG or (self.is_weighed and not self.doubt):
             return self
-        return replace(self.averaged(self.doubt or self.reason), as_stock=takes_number)
+        return self.averaged(self.doubt or self.reason, stays=takes_number)
 
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""

@@ -57,9 +57,12 @@ def labels_of(batch: Any, counted: Collection[str] | None = None) -> Labels:
     """The labels of a micro-batch, or those that are ``counted``; empty: it has none, or is no mapping."""
     if not isinstance(batch, Mapping):
         return frozenset()
-    named = (pair for pair in batch.items() if counted is None or pair[0] in counted)
-    labels = ((key, value) for key, value in named if "label" in key or key in _ANSWERS or counted)
-    return frozenset((key, getattr(value, "ndim", -1)) for key, value in labels if value is not None)
+    labels = list[tuple[str, int]]()
+    for key, value in batch.items():
+        is_label = "label" in key or key in _ANSWERS if counted is None else key in counted
+        if is_label and value is not None:
+            labels.append((key, getattr(value, "ndim", -1)))
+    return frozenset(labels)
 
 
 def labels_in_words(labels: Labels) -> str:

@@ -28,20 +28,14 @@ _ENOUGH = 4
 
 
 class Split(NamedTuple):
-    """A batch, and two parts that hold all of its samples; or three batches.
-
-    Attributes:
-        blocks: of rows, in which the parts are joined; 0: they are rows, or what runs.
-        group: rows of the first part, where both are as narrow as their own; 0: they are not narrowed.
-        apart: the parts are parts of the whole.
-    """
+    """A batch, and two parts that hold all of its samples; or three batches."""
 
     whole: Batch
     one: Batch
     other: Batch
-    blocks: int = 0
-    group: int = 0
-    apart: bool = True
+    blocks: int = 0  # of rows, in which the parts are joined; 0: they are rows, or what runs
+    group: int = 0  # rows of the first part, where both are as narrow as their own; 0: they are not narrowed
+    apart: bool = True  # the parts are parts of the whole
 
     @property
     def are_distinct(self) -> bool:

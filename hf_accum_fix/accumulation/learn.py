@@ -16,10 +16,10 @@ from dataclasses import replace
 from itertools import combinations, starmap
 from typing import Any, NamedTuple
 
-from hf_accum_fix.accumulation.compare import Comparison, Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import TermLook
+from hf_accum_fix.accumulation.look import Comparison, Setting
+from hf_accum_fix.accumulation.loss_graph import Term
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
@@ -28,14 +28,14 @@ _REST = "a part without gradient is no constant (a router's: set use_reentrant=F
 _PADDED = "it depends on how its samples are padded, or they are coupled (as by in-batch negatives)"
 COUPLED = "the samples of a batch are coupled (as by in-batch negatives): the loss is no weighted mean over its parts"
 #: The same term in the three looks; several of its rows.
-Triple = Sequence[Sequence[TermLook]]
+Triple = Sequence[Sequence[Term]]
 
 
 class Judged(NamedTuple):
     """A term as judged: its value in each look (None: unknown), and why it is not exact."""
 
     spec: TermSpec
-    seen: Sequence[TermLook]
+    seen: Sequence[Term]
     values: Sequence[float | None]
     doubt: str = ""
     cause: Cause | None = None
@@ -54,12 +54,7 @@ def learn(compared: Comparison) -> LossContract:
         return LossContract(Reduction.MEAN, listed, dtype=whole.dtype, conclusive=False, reason=NO_TARGET_SEEN)
     if not whole.shows_terms or not any(each.loss for each in compared.looks):
         return _nothing_seen(compared, rules)
-    found = _learnt(compared, rules, inside=False)
-    if found.doubt and any(each.rows for each in whole.terms):
-        # Stacked numbers are rows of one mean, or several terms.
-        inner = _learnt(compared, rules, inside=True)
-        found = found if inner.doubt else inner
-    return found
+    return _learnt(compared, rules)
 
 
 def _nothing_seen(compared: Comparison, rules: Sequence[Items]) -> LossContract:
@@ -74,23 +69,26 @@ def _nothing_seen(compared: Comparison, rules: Sequence[Items]) -> LossContract:
     return LossContract(Reduction.PLAIN, dtype=whole.dtype, hands_number=hands_number, conclusive=False, reason=reason)
 
 
-def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> LossContract:
-    """`learn`, with stacked numbers taken for rows, or for terms (``inside``)."""
+def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
+    """`learn` from looks that show a loss."""
     whole, setting = compared.whole, compared.setting
-    terms, looks = (whole.inside if inside else whole.terms), compared.looks
-    matched = [*_matched([each.inside if inside else each.terms for each in looks], compared)]
+    terms, looks = whole.terms, compared.looks
+    matched = [*_matched([each.terms for each in looks], compared)]
     judged = list[Judged]()
     for triple, place, values in _with_values(matched, looks):
         judged.append(_judge(triple, place, values, compared, judged))
-    specs = tuple(replace(each.spec, classes=_classes(each, compared)) for each in judged)
+    specs = tuple(each.spec for each in judged)
     doubts = [(each.doubt, each.cause) for each in judged if each.doubt]
     if compared.split.blocks > 1 and any(starmap(_are_chunks, combinations(specs, 2))):
         # Blocks of rows that were chosen such that they fit.
         doubts.append(("it has a term for each chunk of the rows of a micro-batch", Cause.TERMS))
-    if len({spec.group for spec in specs}) > 1 and any(each.shares_learnt for each in terms):
+    if len({spec.group for spec in specs}) > 1 and any(
+        factor.learnt for each in terms for factor in each.factors[: each.above]
+    ):
         # No hook separates them.
         doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
-    rest, rest_is_mean = _rest(judged, compared) if any(each.adds for each in terms) else (0.0, True)
+    adds = any(each.added for each in terms)
+    rest = _rest(judged, compared) if adds else 0.0
     if rest is None:
         doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", Cause.LOG))
     # What may change the gradient comes first.
@@ -109,16 +107,15 @@ def _learnt(compared: Comparison, rules: Sequence[Items], *, inside: bool) -> Lo
         dtype=whole.dtype,
         doubt=doubt,
         cause=Cause.COUPLED if Cause.COUPLED in {each for _, each in doubts} else cause,
-        inside=inside,
-        added=not rest_is_mean,
-        constant=rest or 0.0,
-        deep=any(each.within for its in looks for each in (its.inside if inside else its.terms)),
+        grows=compared.grows,
+        added=(rest or 0.0) if adds else None,
+        deep=any(each.within for its in looks for each in its.terms),
         unchecked="" if shows else "its micro-batches can neither be joined nor divided into samples",
         conclusive=all(_shows(each, compared) for each in judged),
     )
     means = [each for each in specs if each.how is How.MEAN]
     if numbered := [each for each in judged if each.spec.how is How.NUMBER]:
-        factors = [value for each in numbered for value in each.seen[0].factors]
+        factors = [value for each in numbered for value in each.seen[0].numbers]
         multiplies = setting.world_size in setting.own and any(is_near(value, setting.world_size) for value in factors)
         reason, by = "its graph divides by num_items_in_batch", _rules_of_number(numbered, means, compared)
         takes = multiplies if setting.custom and setting.world_size > 1 else None
@@ -153,24 +150,13 @@ def _shows(term: Judged, compared: Comparison) -> bool:
     return term.spec.how not in (How.CONSTANT, How.PLAIN) or term.seen[0].learnt or 0.0 not in term.values
 
 
-def _classes(term: Judged, compared: Comparison) -> int:
-    """The classes of a cross entropy that every micro-batch has; 0: positions are its classes, or torch hides them."""
-    found, *others = [each.classes for each in term.seen]
-    widths = [{x.shape[1] for x in batch.values() if getattr(x, "ndim", 0) > 1} for batch in compared.batches]
-    return found if {*others} == {found} and not all(found in each for each in widths) else 0
-
-
-def _rest(judged: Sequence[Judged], compared: Comparison) -> tuple[float | None, bool]:
-    """What is added to the terms without a gradient, None: no constant; and whether it is a mean over their items."""
+def _rest(judged: Sequence[Judged], compared: Comparison) -> float | None:
+    """What is added to the terms without a gradient; None: it is no constant."""
     if any(None in each.values for each in judged):
-        return None, False
+        return None
     rests = [look.loss - math.fsum(each.values[at] or 0.0 for each in judged) for at, look in enumerate(compared.looks)]
     largest = compared.tolerance * max(abs(look.loss) for look in compared.looks)
-    if {each.spec.how for each in judged} == {How.MEAN} and len({each.spec.group for each in judged}) == 1:
-        n, sums = judged[0].spec.counted, [n * rest for n, rest in zip(judged[0].spec.counted, rests, strict=True)]
-        if abs(sums[0] - sums[1] - sums[2]) <= largest * n[0]:
-            return 0.0, True
-    return (rests[0] if max(rests) - min(rests) <= largest else None), False
+    return rests[0] if max(rests) - min(rests) <= largest else None
 
 
 # -------------------------------------------------------------------------------------------------- matching
@@ -189,16 +175,16 @@ def _matched(seen: Triple, compared: Comparison) -> Iterator[tuple[Triple, int |
 
 def _are_one_sum(seen: Triple) -> bool:
     """Whether terms are sums over parts of a batch (chunks of its logits) that are divided by one count."""
-    alike = all(len({each.factors for each in terms}) == 1 for terms in seen)
-    divides = any(each.own_divisor or not each.readable for terms in seen for each in terms)
-    return alike and not divides and max(map(len, seen)) > 1 and len({terms[0].factors for terms in seen}) > 1
+    alike = all(len({each.numbers for each in terms}) == 1 for terms in seen)
+    divides = any(each.divides or not each.readable for terms in seen for each in terms)
+    return alike and not divides and max(map(len, seen)) > 1 and len({terms[0].numbers for terms in seen}) > 1
 
 
 def _are_rows(its: Triple, compared: Comparison) -> bool:
     """Whether the number of terms is proportional to the samples: then they are rows of one mean or sum."""
     (whole, one, other), samples = map(len, its), [each.samples for each in compared.looks]
     by_sample = one % samples[1] == 0 and one * samples[0] == whole * samples[1]
-    return whole == one + other and by_sample and len({term.classes for terms in its for term in terms}) == 1
+    return whole == one + other and by_sample
 
 
 def _with_values(
@@ -224,7 +210,7 @@ def _with_values(
 def _moving(its: Triple) -> list[float]:
     """In each look the product of a term's factors that differ between looks."""
     first = [terms[0] for terms in its if terms]
-    columns = enumerate(zip(*(each.factors for each in first), strict=True))
+    columns = enumerate(zip(*(each.numbers for each in first), strict=True))
     places = [at for at, of_looks in columns if not all(is_near(of_looks[0], each) for each in of_looks)]
     return [each.product(places) for each in first]
 
@@ -245,10 +231,10 @@ def _judge(
         return term.but(words, Cause.TERMS, place=0)
     if whole.router:
         return term.but(how=How.ROUTER)
-    columns = [*enumerate(zip(*(each.factors for each in first), strict=True))]
+    columns = [*enumerate(zip(*(each.numbers for each in first), strict=True))]
     number = tuple(at for at, of_looks in columns if compared.are_numbers(of_looks))
     # Each row has its own count.
-    rows = place is None and whole.own_divisor
+    rows = place is None and whole.divides
     guarded = _guarded(first, compared)
     counts = tuple(
         at
@@ -257,7 +243,7 @@ def _judge(
         and (
             not all(is_near(of_looks[0], each) for each in of_looks)
             or whole.is_own_divisor(at) > compared.split.apart
-            or (whole.divides(at) and [*of_looks] in guarded)
+            or (whole.factors[at].divides and [*of_looks] in guarded)
         )
     )
     if whole.learnt and not counts:
@@ -278,13 +264,13 @@ def _judge(
     # A part of zero is inconclusive, unless there is no factor that may be a count of at least 1.
     may_add_up = not (rows or whole.rows) and (0.0 not in v or not whole.factors)
     if may_add_up and _adds_up(v, min(compared.tolerance, 0.2)):
-        divisors = [value for at, value in enumerate(whole.factors) if whole.divides(at)]
+        divisors = [value for at, value in enumerate(whole.numbers) if whole.factors[at].divides]
         given = next((key for key, n in compared.whole.numbers_among_inputs.items() if n in divisors), None)
         return term.but(how=How.SUM) if given is None else term.but(f"its divisor may be the input {given!r}")
     return term.but(doubt, None if 0.0 in v else Cause.COUPLED)
 
 
-def _guarded(seen: Sequence[TermLook], compared: Comparison) -> list[list[float]]:
+def _guarded(seen: Sequence[Term], compared: Comparison) -> list[list[float]]:
     """Counts of the targets of a term, of at least 1, which may be 1 in all looks."""
     rule = next(listed_targets(compared.whole.batch), None)
     listed = [] if rule is None else [float(rule.count(batch)) for batch in compared.batches]
@@ -301,7 +287,7 @@ def _judged_number(term: Judged, compared: Comparison) -> Judged:
 def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -> Judged:
     """`_judge` of a term with factors that differ."""
     whole, values, spec = term.seen[0], term.values, term.spec
-    d = [1 / each.product(spec.counts) if all(each.factors[at] for at in spec.counts) else 0.0 for each in term.seen]
+    d = [1 / each.product(spec.counts) if all(each.numbers[at] for at in spec.counts) else 0.0 for each in term.seen]
     if compared.split.apart and not is_near(d[0], d[1] + d[2], 1e-5):
         # A part without items divides by at least 1.
         without = [0.0 if n == 1 and each.value == 0 else n for n, each in zip(d, term.seen, strict=True)]
@@ -320,7 +306,7 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)
-    if not compared.split.apart and (rules or whole.own_divisor):
+    if not compared.split.apart and (rules or whole.divides):
         return mean
     if whole.rows and any(
         seen.rows * compared.whole.samples != whole.rows * look.samples
@@ -335,10 +321,10 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return mean.but("two of its terms have the same value, so the log cannot separate them", Cause.LOG)
     if not _adds_up([(v or 0.0) * n if n else 0.0 for v, n in zip(values, d, strict=True)], compared.tolerance):
         words, cause = (_PADDED, Cause.PADDING) if compared.split.pads and rules else (COUPLED, Cause.COUPLED)
-        return mean.but(_REST if whole.adds and whole.value is None else words, cause)
+        return mean.but(_REST if whole.added and whole.value is None else words, cause)
     if whole.sorts:
         return mean.but(f"elements of {whole.name} are sorted, and what is left out depends on the micro-batch")
-    shared = ([each.factors[at] for each in term.seen] for at in spec.counts if at < whole.above)
+    shared = ([each.numbers[at] for each in term.seen] for at in spec.counts if at < whole.above)
     if any(not is_near(one, other + another, 1e-5) for one, other, another in shared):
         # (a + b) / (a + b).detach() may add up where both have as many items.
         return mean.but("one number that is no count divides several of its terms")
@@ -368,7 +354,7 @@ def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
 
 
 def rules_of(
-    counts: Sequence[float], seen: Sequence[TermLook], compared: Comparison, known: Sequence[Items] = ()
+    counts: Sequence[float], seen: Sequence[Term], compared: Comparison, known: Sequence[Items] = ()
 ) -> dict[Items, float]:
     """As `matching_rules`; if some count the targets that the leaves have saved, only those."""
     named = [rule for rule in seen[0].named if all(rule in each.named for each in seen)]

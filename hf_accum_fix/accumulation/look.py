@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import noise
 from hf_accum_fix.accumulation.items import Items, sample_count
+from hf_accum_fix.accumulation.join import Split
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError, factor_of, live_edges, shape_of
 from hf_accum_fix.accumulation.preserve import random_states
-from hf_accum_fix.accumulation.rules import ways_of_counting
+from hf_accum_fix.accumulation.rules import is_near, ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.errors import ContractError
 
@@ -28,125 +29,61 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 #: Layers, through which data reach a loss, and most nodes that are searched for one.
 _LAYERS, _MOST_BELOW = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm"), 10_000
+#: Relative tolerance of two values computed alike, by bytes of their dtype.
+_TOLERANCE = {8: 1e-6, 4: 1e-5}
 #: The attribute of an error that the forward of a loss has raised.
 _OF_FORWARD = "_hf_accum_fix_of_forward"
 
 
 @dataclass(frozen=True)
 class LossRun:
-    """A loss that can be run on any batch.
+    """A loss that can be run on any batch."""
 
-    Attributes:
-        forward: one forward of the trained loss.
-        model: its modes, buffers and parameters are restored.
-        device: of the number.
-        head: the model whose outputs have a router loss; None: there is none.
-        others: more objects whose attributes are restored, such as the trainer.
-        leave: objects that are not restored, such as data sets.
-        kept_back: how often a custom loss passed a number to the base's in one forward, at most; it did not get it.
-        hand_on: from now on the base's gets that number.
-    """
-
-    forward: Forward
-    model: nn.Module
-    device: torch.device
-    head: nn.Module | None = None
-    others: Sequence[object] = ()
-    leave: Sequence[object] = ()
+    forward: Forward  # one forward of the trained loss
+    model: nn.Module  # its modes, buffers and parameters are restored
+    device: torch.device  # of the number
+    head: nn.Module | None = None  # the model whose outputs have a router loss; None: there is none
+    others: Sequence[object] = ()  # more objects whose attributes are restored, such as the trainer
+    leave: Sequence[object] = ()  # objects that are not restored, such as data sets
+    #: how often a custom loss passed a number to the base's in one forward, at most; it did not get it.
     kept_back: Callable[[], int] = int
-    hand_on: Callable[[], object] = bool
+    hand_on: Callable[[], object] = bool  # from now on the base's gets that number
 
 
 @dataclass(frozen=True)
-class TermLook:
-    """One term in one forward, as numbers.
+class Setting:
+    """Facts about a training that are known before its loss is observed; "the number" is num_items_in_batch."""
 
-    Attributes:
-        shape: as of `loss_graph.Term`: name, whether it can be read, and (divides, learnt) of each factor.
-        factors: from the loss down.
-        value: its part of the loss; None: unknown.
-        above: number of factors that it shares with other terms.
-        own_divisor: the last factor is the loss function's own divisor.
-        rows, within, learnt, classes: as of `loss_graph.Term`.
-        router: the name of the router loss that it is.
-        ignored: the label that is no target of a cross entropy; None: it is none.
-        targets: the weight of a cross entropy's targets; 0.0: unknown.
-        named: the rules whose targets the leaf has saved.
-        by_classes: it is a mean over the class weights of its targets.
-        shares_learnt: other terms have the same learnt factor.
-        adds: something without a gradient is added to it.
-        sorts, weighs, layered: its elements are sorted; they have weights; they pass layers.
-    """
-
-    shape: tuple[Any, ...]
-    factors: tuple[float, ...]
-    value: float | None
-    above: int
-    own_divisor: bool
-    rows: int
-    within: int
-    learnt: bool
-    classes: int
-    router: str
-    ignored: int | None
-    targets: float
-    named: tuple[Items, ...]
-    by_classes: bool
-    shares_learnt: bool
-    adds: bool
-    sorts: bool
-    weighs: bool
-    layered: bool
-
-    @property
-    def name(self) -> str:
-        """Of the leaf."""
-        return str(self.shape[0])
-
-    @property
-    def readable(self) -> bool:
-        """Whether its leaf is a reduction."""
-        return bool(self.shape[1])
-
-    def divides(self, place: int) -> bool:
-        """Whether a factor divides it."""
-        return bool(self.shape[2 + place][0])
-
-    def is_own_divisor(self, place: int) -> bool:
-        """Whether a factor is the loss function's own divisor."""
-        return self.own_divisor and place == len(self.factors) - 1
-
-    def product(self, places: Sequence[int] | range) -> float:
-        """The product of these factors; nan: one divides by zero."""
-        result = 1.0
-        for place in places:
-            value = self.factors[place]
-            if not self.divides(place):
-                result *= value
-            else:
-                result = result / value if value else math.nan
-        return result
+    #: which forwards get the number: "all", "none", or one more ("once"), to see whether it divides the loss.
+    handed: str = "none"
+    hands_number: bool = False  # the model or the compute_loss_func cannot do without it, and gets it in training
+    custom: bool = False  # a custom ``compute_loss`` makes the loss
+    func: bool = False  # a compute_loss_func makes it
+    #: G and W, as far as the code that computes a custom loss names them, those above 1.
+    own: frozenset[int] = frozenset()
+    own_steps: frozenset[int] = frozenset()  # G alone
+    world_size: int = 1
+    #: the items of this rank's window as the release counts them; None: it does not.
+    upstream_number: float | None = None
+    rounded: bool = False  # matrix products are less precise than float32
+    has_z_loss: bool = False  # the model's loss has a mean over all positions, a router's loss by convention
+    decoder_pad: int | None = None  # as for `rules.targets_padding`
+    has_stock: bool = False  # a Trainer hands its number on, so that what cannot be read may stay as it is there
+    #: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
+    is_cut: bool = False
+    doubt: str = ""  # why it is not exact, whatever is observed; empty: there is no reason
 
 
 @dataclass(frozen=True)
 class Look:
-    """One forward of a loss.
-
-    Attributes:
-        number: passed to it; None: none.
-        dtype: of the loss.
-        terms: with stacked numbers as rows.
-        inside: with stacked numbers as terms.
-        drew: it drew random numbers, apart from dropout.
-    """
+    """One forward of a loss."""
 
     batch: Mapping[str, Any]
-    number: float | None
+    number: float | None  # passed to it; None: none
     loss: float
-    dtype: torch.dtype
-    terms: list[TermLook]
-    inside: list[TermLook]
-    drew: bool
+    dtype: torch.dtype  # of the loss
+    terms: list[Term]
+    drew: bool  # it drew random numbers, apart from dropout
 
     @property
     def samples(self) -> int:
@@ -167,7 +104,60 @@ class Look:
     @property
     def numbers(self) -> list[Any]:
         """All values of the loss, to compare."""
-        return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
+        return [self.loss, *((each.shape, each.numbers, each.value) for each in self.terms)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Looks at the three batches of a split, the whole first."""
+
+    looks: Sequence[Look]
+    split: Split
+    window: Sequence[Mapping[str, Any]]  # the micro-batches of this rank
+    setting: Setting
+    by_number: bool = False  # the model would divide by the number, if it got it
+
+    @property
+    def whole(self) -> Look:
+        """The look at the batch."""
+        return self.looks[0]
+
+    @property
+    def batches(self) -> list[Mapping[str, Any]]:
+        """The batch and its parts."""
+        return [each.batch for each in self.looks]
+
+    @cached_property
+    def ignored(self) -> list[int]:
+        """The labels that are no targets."""
+        found = (each.ignored for each in self.whole.terms)
+        return list(dict.fromkeys([*(each for each in found if each is not None), -100]))
+
+    @property
+    def rounding(self) -> float:
+        """Relative, of the loss's values."""
+        return 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative tolerance of the loss's values; random numbers differ between a batch and its parts."""
+        return math.inf if self.whole.drew or not self.split.apart else self.rounding
+
+    @property
+    def grows(self) -> bool:
+        """Whether the loss of the batch is nearer to the sum of its parts' than to their mean."""
+        whole, one, other = (each.loss for each in self.looks)
+        return self.split.shows_coupling and abs(whole - one - other) < abs(whole - (one + other) / 2)
+
+    def are_numbers(self, values: Sequence[float]) -> bool:
+        """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
+        numbers = [each.number for each in self.looks]
+        if None in numbers:
+            return False
+        # A model in 16 bits rounds it.
+        tolerance = 1e-2 if self.setting.rounded or self.whole.dtype.itemsize < 4 else 1e-6
+        times = [value / (number or 1) for value, number in zip(values, numbers, strict=True)]
+        return bool(times[0]) and all(is_near(each, times[0], tolerance) for each in times)
 
 
 def look(
@@ -181,11 +171,9 @@ def look(
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(found.detach())
-    shown = partial(read, found, captured.routers, deep=True)
-    shapes = shown(inside=False), shown(inside=True)
-    kept = [without_nothing(terms) for terms in shapes]
-    rows, inside = (_filled([_term(each, captured, batch) for each in terms], total) for terms in kept)
-    return Look(batch, number, total, found.dtype, rows, inside, before.drew())
+    terms = without_nothing(read(found, captured.routers, deep=True))
+    terms = _filled([_as_numbers(each, captured, batch) for each in terms], total)
+    return Look(batch, number, total, found.dtype, terms, before.drew())
 
 
 def run_with_graph(
@@ -238,42 +226,32 @@ def _unpacked(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _term(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermLook:
+def _as_numbers(term: Term, captured: Captured, batch: Mapping[str, Any]) -> Term:
     """A term without its nodes; after this nothing holds the graph."""
-    leaf = term.leaf
+    leaf, kept = term.leaf, None if captured.values is None else captured.values.of(term.top)
     with _disable_current_modes():
-        factors = tuple(float(f.value.detach() if isinstance(f.value, Tensor) else f.value) for f in term.factors)
-        kept = None if captured.values is None else captured.values.of(term.top)
         ignored = ignored_index(term)
-        found = TermLook(
-            term.shape,
-            factors,
-            None,
-            term.above,
-            own_divisor=term.divides,
-            rows=term.rows,
-            within=term.within,
-            learnt=term.learnt,
-            # Before torch 2.5 a graph hides them.
-            classes=term.classes if hasattr(leaf, "_input_metadata") else 0,
+        found = replace(
+            term,
+            top=None,
+            leaf=None,
+            factors=tuple(each.alone() for each in term.factors),
             router=captured.routers.get(leaf, ""),
             ignored=ignored,
             targets=float(getattr(leaf, "_saved_total_weight", 0.0)),
             named=() if ignored is None else tuple(_named(leaf._saved_target, ignored, batch)),
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
-            shares_learnt=any(each.learnt for each in term.factors[: term.above]),
-            adds=term.added,
             sorts=_sorts_elements(leaf),
             weighs=any(map(_has_weights, _below(leaf))),
             layered=not term.readable and _holds_layers(leaf),
         )
-        return found if kept is None else replace(found, value=float(kept) * found.product(range(term.above)))
+        return found if kept is None else replace(found, value=float(kept) * found.product(range(found.above)))
 
 
-def _filled(terms: list[TermLook], loss: float) -> list[TermLook]:
+def _filled(terms: list[Term], loss: float) -> list[Term]:
     """Assign the rest of a loss to its only term, or to the only one without a value."""
     blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
-    if len(blank) != 1 or any(each.adds for each in terms):
+    if len(blank) != 1 or any(each.added for each in terms):
         return terms
     rest = loss - math.fsum(each.value or 0.0 for each in terms if each is not blank[0])
     return [replace(each, value=rest) if each is blank[0] else each for each in terms]

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.accumulation import nodes
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
 
 #: Most terms of a loss that is read.
@@ -25,78 +29,86 @@ _MOST_TERMS = 4096
 _MOST_ABOVE = 16
 
 
-class Term(NamedTuple):
-    """One reduction inside a loss; on the way down to it, without a leaf.
+@dataclass(frozen=True)
+class Term:
+    """One reduction inside a loss.
 
-    Attributes:
-        top: the highest node that belongs to this term alone; a hook there weights the whole term.
-        factors: from the loss down; the leaf's own divisor is the last.
-        above: number of factors above ``top``.
-        added: something without a gradient is added on the way.
-        name: of the leaf.
-        leaf: the node that reduces, or that could not be read.
-        readable: False: the leaf is no reduction, and what is below is unknown.
-        rows: how many single numbers the leaf reduces, from stack or cat; 0: it reduces a tensor.
-        divides: the last factor is the leaf's own divisor.
-        within: number of factors inside the leaf's sum.
-        learnt: the leaf is a function of single parameters.
+    A look keeps numbers alone, without nodes:
+        value: its part of the loss; None: unknown.
+        router: the name of the router loss that it is.
+        ignored: the label that is no target of a cross entropy; None: it is none.
+        targets: the weight of a cross entropy's targets; 0.0: unknown.
+        named: the rules whose targets the leaf has saved.
+        by_classes: it is a mean over the class weights of its targets.
+        sorts, weighs, layered: its elements are sorted; they have weights; they pass layers.
     """
 
-    top: Any
-    factors: tuple[Factor, ...] = ()
-    above: int = 0
-    added: bool = False
-    name: str = ""
-    leaf: Any = None
-    readable: bool = True
-    rows: int = 0
-    divides: bool = False
-    within: int = 0
-    learnt: bool = False
+    top: Any  # the highest node that belongs to this term alone; a hook there weights the whole term
+    factors: tuple[Factor, ...]  # from the loss down; the leaf's own divisor is the last
+    above: int  # number of factors above ``top``
+    added: bool  # something without a gradient is added on the way from the loss
+    name: str  # of the leaf
+    leaf: Any  # the node that reduces, or that could not be read
+    readable: bool = True  # False: the leaf is no reduction, and what is below is unknown
+    rows: int = 0  # how many single numbers the leaf reduces, from stack or cat; 0: it reduces a tensor
+    divides: bool = False  # the last factor is the leaf's own divisor
+    within: int = 0  # number of factors inside the leaf's sum
+    learnt: bool = False  # the leaf is a function of single parameters
+    value: float | None = None
+    router: str = ""
+    ignored: int | None = None
+    targets: float = 0.0
+    named: tuple[Items, ...] = ()
+    by_classes: bool = False
+    sorts: bool = False
+    weighs: bool = False
+    layered: bool = False
 
-    def times(self, factors: tuple[Factor, ...]) -> Term:
-        """With more factors."""
-        return self._replace(factors=self.factors + factors) if factors else self
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """Its factors; waits for those on a device."""
+        return tuple(float(each.value) for each in self.factors)
 
-    def below(self, top: Any, factors: tuple[Factor, ...] = (), *, added: bool = False) -> Term:
-        """Below a sum, where ``top`` belongs to one of its terms, multiplied by ``factors``."""
-        factors = self.factors + factors
-        return self._replace(top=top, factors=factors, above=len(factors), added=self.added or added)
+    def is_own_divisor(self, place: int) -> bool:
+        """Whether a factor is the loss function's own divisor."""
+        return self.divides and place == len(self.factors) - 1
 
-    def unread(self, leaf: Any, hides: Any) -> Term:
-        """With a leaf in which the node ``hides`` cannot be read."""
-        return self._replace(name=type(hides).__name__, leaf=leaf, readable=False, learnt=nodes.is_learnt(leaf))
+    def product(self, places: Sequence[int] | range) -> float:
+        """The product of these factors; nan: one divides by zero."""
+        result = 1.0
+        for place in places:
+            value = self.numbers[place]
+            if not self.factors[place].divides:
+                result *= value
+            else:
+                result = result / value if value else math.nan
+        return result
 
     @property
-    def learnt_products(self) -> tuple[Any, ...]:
-        """The nodes of products or quotients with learnt factors."""
-        return tuple(each.node for each in self.factors if each.learnt)
+    def learnt_nodes(self) -> list[Any]:
+        """The products or quotients with learnt factors."""
+        return [each.node for each in self.factors if each.node is not None]
 
     @property
     def is_nothing(self) -> bool:
         """Whether it is multiplied by zero; False for factors on a device, which are not read."""
-        factors = (each for each in self.factors if not (each.divides or each.learnt))
-        return any(on_host(each.value) and float(each.value) == 0.0 for each in factors)
+        for each in self.factors:
+            if not (each.divides or each.node is not None) and on_host(each.value) and float(each.value) == 0.0:
+                return True
+        return False
 
-    @property
-    def classes(self) -> int:
-        """Number of classes of a cross entropy; 0: it is none, or has no gradient."""
-        below = self.leaf.next_functions[0][0] if self.name.startswith("NllLoss") else None
-        return 0 if below is None else shape_of(below)[min(1, len(shape_of(below)) - 1)]
-
-    @property
+    @cached_property
     def shape(self) -> tuple[Any, ...]:
         """Equal for the same term of two micro-batches: all but numbers."""
-        return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
+        return (self.name, self.readable, *[(each.divides, each.node is not None) for each in self.factors])
 
 
-def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, deep: bool = False) -> list[Term]:
+def read(loss: Tensor, stops: Collection[Any] = (), *, deep: bool = False) -> list[Term]:
     """The terms of a loss; empty: it has no gradient.
 
     Args:
         loss: of one element.
         stops: nodes that are terms whatever is below them, such as a router loss.
-        inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
         deep: also look for factors inside a sum, which unpacks tensors that autograd has saved.
     """
     if loss.grad_fn is None:
@@ -105,31 +117,33 @@ def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, dee
     # Under a dispatch mode Python numbers that autograd has wrapped cannot be read.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
-            terms = read(loss, stops, inside=inside, deep=deep)
-            return [each._replace(factors=tuple(map(nodes.as_number, each.factors))) for each in terms]
-    whole, found = Term(loss.grad_fn), list[Term]()
-    pending = [((loss.grad_fn, loss.output_nr), whole)]
+            terms = read(loss, stops, deep=deep)
+            return [replace(each, factors=tuple(map(nodes.as_number, each.factors))) for each in terms]
+    whole: _Way = (loss.grad_fn, (), 0, False)
+    pending, found = [((loss.grad_fn, loss.output_nr), whole)], list[Term]()
+    # Without recursion, since a sum may have thousands of terms.
     while pending and len(found) <= _MOST_TERMS:
-        (node, output), path = pending.pop()
+        (node, output), way = pending.pop()
         does = nodes.does(node)
         if node in stops:
-            found.append(path.unread(node, node))
+            found.append(_unread(way, node, node))
         elif does in ("loss", "mean", "sum", "dot"):
-            terms, below = _reduced(node, does, path, inside=inside, deep=deep)
+            terms, numbers = _reduced(node, does, way, deep=deep)
             found += terms
-            pending += below
+            pending += numbers
         elif (steps := nodes.steps(node, output, does)) is None:
-            found.append(path.unread(node, node))
+            found.append(_unread(way, node, node))
         else:
+            (top, factors, above, added), splits = way, does == "add"
+            # Else the other summand has no gradient.
+            added = added or (splits and len(steps) == 1)
             # A node with several outputs is shared.
-            splits = does == "add" or nodes.has_several_outputs(node)
-            # The other summand has no gradient.
-            added = does == "add" and len(steps) == 1
+            splits = splits or nodes.has_several_outputs(node)
             for edge, its in reversed(steps):
-                pending.append((edge, path.below(edge[0], its, added=added) if splits else path.times(its)))
-    return (
-        [whole._replace(name="too many terms", leaf=whole.top, readable=False)] if len(found) > _MOST_TERMS else found
-    )
+                below = factors + its
+                pending.append((edge, (edge[0], below, len(below), added) if splits else (top, below, above, added)))
+    many = Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)
+    return found if len(found) <= _MOST_TERMS else [many]
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:
@@ -145,36 +159,41 @@ def ignored_index(term: Term) -> int | None:
     return ignored - 2**64 if ignored >= 2**63 else ignored
 
 
-#: An edge, and the way down to it.
-_Path = tuple[Edge, Term]
+#: The way from a loss down: `Term.top`, `Term.factors`, `Term.above` and `Term.added` so far.
+_Way: TypeAlias = "tuple[Any, tuple[Factor, ...], int, bool]"
 
 
-def _reduced(node: Any, does: str, path: Term, *, inside: bool, deep: bool) -> tuple[list[Term], list[_Path]]:
-    """The term of a node that reduces, and what is to be read below it instead, the last first."""
+def _unread(way: _Way, leaf: Any, hides: Any) -> Term:
+    """A term whose leaf is a node that ``hides`` what is below it, or that reduces such a node."""
+    return Term(*way, name=type(hides).__name__, leaf=leaf, readable=False, learnt=nodes.is_learnt(leaf))
+
+
+def _reduced(node: Any, does: str, way: _Way, *, deep: bool) -> tuple[list[Term], list[tuple[Edge, _Way]]]:
+    """The term of a node that reduces a tensor; the number below it, or added to each element, is read on."""
     edge, *others = live_edges(node)
-    if does in ("mean", "sum") and (number := nodes.number_below(edge, does)) is not None:
-        return [], [(number, path)]
+    rows, over_elements = 0, does in ("mean", "sum")
+    if over_elements and (number := nodes.number_below(edge, does)) is not None:
+        return [], [(number, way)]
     # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
     hides = edge[0] if nodes.does(edge[0]) == "choose" else None
-    if does == "dot" and (others or _holds_stack(edge[0])):
-        hides = node
+    hides = node if does == "dot" and (others or _holds_stack(edge[0])) else hides
     if hides is not None:
-        return [path.unread(node, hides)], []
-    stacked = _stacked(edge, does, path) if does in ("mean", "sum") else []
-    if inside and stacked:
-        return [], stacked[::-1]
-    parts = [(edge, path)]
+        return [_unread(way, node, hides)], []
+    if over_elements and _holds_stack(edge[0]):
+        # What was not saved tells.
+        with suppress(NotSavedError):
+            rows = _rows(edge, math.prod(shape_of(edge[0])))
+    numbers = list[tuple[Edge, _Way]]()
     if does == "mean" and nodes.adds_a_number(edge[0]):
         # mean(x + number) = mean(x) + number
-        parts = [(each, path.below(each[0], its)) for each, its in nodes.summands(edge[0])]
-    numbers = [part for part in parts if len(parts) > 1 and shape_of(part[0][0]) == ()]
-    terms = []
-    for each, part in (part for part in parts if part not in numbers):
-        inner = tuple(_inner(each)) if deep and does != "loss" else ()
-        own = nodes.own_divisor(node, does, each[0])
-        part = part.times(inner + own)._replace(name=type(node).__name__, leaf=node, rows=len(stacked))
-        terms.append(part._replace(divides=bool(own), within=len(inner)))
-    return terms, numbers
+        _, factors, _, added = way
+        parts = [(each, (each[0], factors + its, len(factors + its), added)) for each, its in nodes.summands(edge[0])]
+        [(edge, way), *numbers] = sorted(parts, key=lambda part: shape_of(part[0][0]) == ())
+    inner = tuple(_inner(edge)) if deep and does != "loss" else ()
+    own = nodes.own_divisor(node, does, edge[0])
+    top, factors, above, added = way
+    term = Term(top, factors + inner + own, above, added, type(node).__name__, node, True, rows, bool(own), len(inner))
+    return [term], numbers
 
 
 def _holds_stack(node: Any, left: int = _MOST_ABOVE) -> bool:
@@ -184,44 +203,21 @@ def _holds_stack(node: Any, left: int = _MOST_ABOVE) -> bool:
     return does == "stack" or any(_holds_stack(each, left - 1) for each, _ in below)
 
 
-def _stacked(edge: Edge, does: str, path: Term) -> list[_Path]:
-    """The numbers that a mean or sum reduces; empty: it reduces a tensor, or what was not saved tells."""
-    size = math.prod(shape_of(edge[0])) if _holds_stack(edge[0]) else 0
-    if not 0 < size <= _MOST_TERMS:
-        return []
-    try:
-        return _numbers(edge, [path.times((Factor(float(size), divides=True),) if does == "mean" else ())] * size) or []
-    except NotSavedError:
-        return []
-
-
-def _numbers(edge: Edge, paths: Sequence[Term]) -> list[_Path] | None:
-    """The numbers in a vector, as in ``w * torch.stack([a, b])`` of constant w; None: it holds something else."""
-    (node, output), does, size = edge, nodes.does(edge[0]), len(paths)
+def _rows(edge: Edge, size: int) -> int:
+    """How many numbers with a gradient are stacked in a vector of ``size`` elements; 0: it holds something else."""
+    (node, output), does = edge, nodes.does(edge[0])
     if math.prod(shape_of(node)) != size:
-        return None
+        return 0
     if does == "stack":
-        if len(node.next_functions) != size or not all(nodes.is_number(each) for each, _ in live_edges(node)):
-            return None
-        inputs = zip(node.next_functions, paths, strict=True)
-        return [(each, path.below(each[0])) for each, path in inputs if each[0] is not None]
-    kind, found = nodes.kind_of(node), list[_Path]()
-    # A selection, or elements in another order.
-    if kind == "Where" or (kind in ("Permute", "Expand") and max(shape_of(live_edges(node)[0][0]), default=1) < size):
-        return None
-    for each, its in (steps := nodes.steps(node, output, does) or []):
-        by_place, added = [its] * size, does == "add" and len(steps) == 1
-        if its and isinstance(vector := its[0].value, Tensor) and vector.numel() > 1:
-            if its[0].learnt or vector.numel() != size:
-                return None
-            by_place = [(its[0]._replace(value=one),) for one in vector.detach().flatten().unbind()]
-        multiplied = [
-            path.times(its)._replace(added=path.added or added) for path, its in zip(paths, by_place, strict=True)
-        ]
-        if (below := _numbers(each, multiplied)) is None:
-            return None
-        found += below
-    return found or None
+        numbers = [each for each, _ in live_edges(node)]
+        fits = len(node.next_functions) == size <= _MOST_TERMS and all(map(nodes.is_number, numbers))
+        return len(numbers) if fits else 0
+    counted = list[int]()
+    for each, its in nodes.steps(node, output, does) or ():
+        weights = its[0].value.numel() if its and isinstance(its[0].value, Tensor) else 1
+        fits = nodes.kind_of(node) != "Where" and (weights == 1 or (weights == size and not its[0].learnt))
+        counted.append(_rows(each, size) if fits else 0)
+    return sum(counted) if all(counted) else 0
 
 
 def _inner(edge: Edge) -> Iterator[Factor]:

@@ -61,6 +61,11 @@ class Factor(NamedTuple):
         """Whether it has a gradient."""
         return self.node is not None
 
+    def alone(self) -> Factor:
+        """As a Python number, without its node."""
+        value = self.value.detach() if isinstance(self.value, Tensor) else self.value
+        return Factor(float(value), self.divides, self.learnt or None)
+
 
 #: An edge below a node, and what it is multiplied by there.
 Step: TypeAlias = "tuple[Edge, tuple[Factor, ...]]"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import LossContract, TermSpec
 from hf_accum_fix.accumulation.items import Items, count_dtype, mean_item_count
 from hf_accum_fix.accumulation.loss_graph import Term
 from hf_accum_fix.accumulation.nodes import on_host
@@ -17,122 +19,139 @@ from hf_accum_fix.accumulation.nodes import on_host
 Number = Tensor | float
 
 
+class Count(NamedTuple):
+    """What one term of a micro-batch was divided by, and what that was planned to be."""
+
+    seen: Number
+    planned: Number
+
+
 @dataclass(eq=False)
 class Part:
-    """The micro-batches of one loss in a rank's window.
+    """The micro-batches of one loss in a rank's window."""
 
-    Attributes:
-        contract: how the loss is reduced.
-        totals: N of the global batch, 0-dim: by rule, the one in use first; by the place of its `TermSpec` for a term
-            that forwards have counted, which may be a sum of any weights.
-        micro_batches: G, of this rank's window; 1 where it has none.
-        world_size: W.
-        is_corrected: the gradient is corrected at the end of the window by the sum of the divisors, so single ones may
-            differ from the prediction; else a mean is weighted by its rule's items.
-        engine_divisor: the number that the engine divides a loss by.
-        remaining_divisor: the part of G that the engine does not divide a loss by.
-        is_whole: one micro-batch is the global batch.
-        device: of counts.
-        mean: n_mean, 0-dim.
-        number: num_items_in_batch for a loss that needs one: N / W, rounded up; it is multiplied by number / n_mean.
-        means: n_mean times `remaining_divisor`, by rule and place as ``totals``.
-        changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
-        mixed: one had other terms.
-    """
-
-    contract: LossContract
+    contract: LossContract  # how the loss is reduced
+    #: N of the global batch, 0-dim: by rule, the one in use first; by the place of its `TermSpec` for a term that
+    #: forwards have counted, which may be a sum of any weights.
     totals: Mapping[Items | int, Tensor]
-    micro_batches: int
-    world_size: int
+    micro_batches: int  # G, of this rank's window; 1 where it has none
+    world_size: int  # W
+    #: the gradient is corrected at the end of the window by the sum of the divisors, so single ones may differ from the
+    #: prediction; else a mean is weighted by its rule's items.
     is_corrected: bool = True
-    engine_divisor: int = 1
+    engine_divisor: int = 1  # the number that the engine divides a loss by
+    own: Mapping[Items | int | None, Tensor] = field(default_factory=dict)  # this rank's part of the totals
+    #: how a micro-batch differed from the observed loss, in words; empty: it did not.
     changed: str = field(default="", init=False)
-    mixed: bool = field(default=False, init=False)
-    #: Divisor and prediction of each micro-batch, and the first one's constant factor, by the place of a `TermSpec`.
-    _noted: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
-    _constants: dict[int, float] = field(default_factory=dict, init=False)
+    mixed: bool = field(default=False, init=False)  # one had other terms
+    #: of each micro-batch, by the place of a `TermSpec`.
+    counts: dict[int, list[Count]] = field(default_factory=dict, init=False)
+    #: the first micro-batch's constant factor of each term.
+    constants: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        steps = self.micro_batches = max(self.micro_batches, 1)
-        self.is_whole, self.remaining_divisor = steps * self.world_size == 1, steps / self.engine_divisor
-        rules = {key: n for key, n in self.totals.items() if isinstance(key, Items)}
-        means = {rule: mean_item_count(n, steps, self.world_size) for rule, n in rules.items()}
-        self.mean, left = next(iter(means.values())), self.remaining_divisor
-        self.device = self.mean.device
-        self.number = (self.mean * steps).ceil().long() if self.contract.hands_number else self.mean
-        parts, places = self.engine_divisor * self.world_size, self.totals.keys() - rules.keys()
-        self.means: dict[Items | int, Tensor] = {
-            **{rule: self.contract.as_number(mean if left == 1 else mean * left) for rule, mean in means.items()},
-            **{at: self.contract.as_number(torch.where((n := self.totals[at]) == 0, 1.0, n) / parts) for at in places},
-        }
+        self.micro_batches = max(self.micro_batches, 1)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether one micro-batch is the global batch."""
+        return self.micro_batches * self.world_size == 1
+
+    @cached_property
+    def remaining_divisor(self) -> float:
+        """The part of G that the engine does not divide a loss by."""
+        return self.micro_batches / self.engine_divisor
+
+    @cached_property
+    def total(self) -> Tensor:
+        """N of the rule in use, 0-dim."""
+        return next(iter(self.totals.values()))
+
+    @property
+    def device(self) -> torch.device:
+        """Of counts."""
+        return self.total.device
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """n_mean of the rule in use, 0-dim."""
+        return mean_item_count(self.total, self.micro_batches, self.world_size)
+
+    @cached_property
+    def number(self) -> Tensor:
+        """num_items_in_batch for a loss that needs one: N / W, rounded up; it is multiplied by number / n_mean."""
+        return (self.mean * self.micro_batches).ceil().long() if self.contract.hands_number else self.mean
+
+    @cached_property
+    def means(self) -> dict[Items | int, Tensor]:
+        """n_mean times `remaining_divisor`, by rule and place as ``totals``."""
+        found, left = dict[Items | int, Tensor](), self.remaining_divisor
+        for key, n in self.totals.items():
+            if isinstance(key, Items):
+                mean = self.mean if n is self.total else mean_item_count(n, self.micro_batches, self.world_size)
+                mean = mean if left == 1 else mean * left
+            else:
+                mean = torch.where(n == 0, 1.0, n) / (self.engine_divisor * self.world_size)
+            found[key] = self.contract.as_number(mean)
+        return found
 
     def note_constant(self, place: int, term: Term, constant: float) -> None:
         """Compare a term's constant factors with those of the window's first micro-batch; ``place`` as for `note`."""
-        first = self._constants.setdefault(place, constant)
+        first = self.constants.setdefault(place, constant)
         if abs(constant - first) > 1e-6 * abs(first):
             self.changed = f"{term.name} is multiplied by {first:g} and by {constant:g} in two of its micro-batches"
 
-    def note(self, place: int, seen: Number, predicted: Number) -> None:
-        """Add the divisor of one term of a micro-batch, and its prediction; ``place``: of its `TermSpec`."""
-        self._noted.setdefault(place, []).append((seen, predicted))
-
-    def plan(self, each: Sequence[Mapping[Items | int, Tensor]]) -> None:
-        """Add what the predictions lack of the window's N, since copies of micro-batches may have other targets."""
-        for place, noted in self._noted.items():
-            spec = self.contract.terms[place] if self.contract.terms else None
-            if spec is not None and spec.rule is not None:
-                by_rule = torch.stack([items[spec.rule] for items in each]).sum() * spec.ratio
-                by_place = [items[place] for items in each if place in items]
-                planned = (torch.stack(by_place).sum() if by_place else by_rule).to(self.device)
-                noted.append((0.0, planned - self._stacked(place, 1).sum()))
+    def note(self, place: int, seen: Number, planned: Number) -> None:
+        """Add the divisor of one term of a micro-batch, and what was planned; ``place``: of its `TermSpec`."""
+        self.counts.setdefault(place, []).append(Count(seen, planned))
 
     @property
     def latest(self) -> Mapping[int, Number]:
         """The divisors of the last micro-batch, by the place of their `TermSpec`."""
-        return {place: noted[-1][0] for place, noted in self._noted.items()}
-
-    def is_unpredicted(self, place: int) -> bool:
-        """Whether no rule counts a term in this window, so that it gets the plain mean over micro-batches.
-
-        One number cannot correct several terms: the window's first micro-batch decides whether its rule fits.
-        """
-        return self.contract.groups > 1 and place in self._noted and differ(*self._noted[place][0])
+        return {place: counts[-1].seen for place, counts in self.counts.items()}
 
     @property
     def counted(self) -> bool:
         """Whether one count of the window was taken, which can correct its gradient."""
-        return bool(self._noted) and self.contract.groups <= 1
+        return bool(self.counts) and self.contract.groups <= 1
 
-    def counts(self) -> Tensor:
-        """Items seen, and items predicted, of this rank's window: [2] on the device."""
+    def summed(self) -> Tensor:
+        """Items seen, and items planned, of this rank's window: [2] on the device."""
         if not self.counted:
             return torch.zeros(2, dtype=count_dtype(self.device), device=self.device)
-        first = next(iter(self._noted))
-        return torch.stack([self._stacked(first, of).sum() for of in (0, 1)])
+        place = next(iter(self.counts))
+        counts, spec = self._stacked(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
+        # A copy of a micro-batch may have other targets than were counted.
+        planned = self.own.get(place, spec.scaled(self.own.get(spec.rule)))
+        return counts if planned is None else torch.stack([counts[0], planned])
 
     def broken(self) -> Tensor | None:
-        """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or none."""
-        corrected = self.counted and self.is_corrected
-        places, terms, flags = [*self._noted], self.contract.terms, list[Tensor]()
-        for place in places[int(corrected) :]:
-            seen, wanted = self._stacked(place, 0), self._stacked(place, 1)
-            if corrected:
+        """Whether terms divided by other items than planned, 0-dim on the device; None: one count, or none."""
+        places, terms, flags = [*self.counts], self.contract.terms, list[Tensor]()
+        for place in places[int(self.counted and self.is_corrected) :]:
+            seen, planned = self._stacked(place)
+            if self.counted and self.is_corrected:
                 # Terms of one weight have to divide by the same items in every micro-batch.
                 ratio, of_first = (terms[at].ratio if terms else 1.0 for at in (place, places[0]))
-                wanted = self._stacked(places[0], 0) * (ratio / of_first)
-            if self.is_corrected and not corrected:
-                seen, wanted = seen.sum(), wanted.sum()
-            flags.append(((seen - wanted).abs() > 1e-6 * wanted.abs()).any())
+                planned = self._stacked(places[0])[0] * (ratio / of_first)
+            elif self.is_corrected:
+                seen, planned = seen.sum(), planned.sum()
+            flags.append(((seen - planned).abs() > 1e-6 * planned.abs()).any())
         return torch.stack(flags).any() if flags else None
 
-    def _stacked(self, place: int, of: int) -> Tensor:
-        """The divisors of a term in all micro-batches (``of``: 0), or their predictions (1)."""
-        counts, dtype = [noted[of] for noted in self._noted[place]], count_dtype(self.device)
-        if not any(isinstance(each, Tensor) for each in counts):
-            return torch.tensor([float(each) for each in counts], dtype=dtype, device=self.device)
-        tensors = [torch.as_tensor(each, device=self.device) for each in counts]
-        alike = len({each.dtype for each in tensors}) == 1
-        return torch.stack(tensors if alike else [each.to(dtype) for each in tensors]).to(dtype)
+    def _stacked(self, place: int) -> Tensor:
+        """The divisors of a term in all micro-batches, and what they were planned to be: [2, micro-batches]."""
+        dtype, counts = count_dtype(self.device), [*zip(*self.counts[place], strict=True)]
+        return torch.stack([stacked(each, dtype, self.device) for each in counts])
+
+
+def stacked(numbers: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as one tensor, by as few operations as their dtypes allow."""
+    if not any(isinstance(each, Tensor) for each in numbers):
+        return torch.tensor([float(each) for each in numbers], dtype=dtype, device=device)
+    tensors = [torch.as_tensor(each, device=device) for each in numbers]
+    alike = len({each.dtype for each in tensors}) == 1
+    return torch.stack(tensors if alike else [each.to(dtype) for each in tensors]).to(dtype)
 
 
 def differ(seen: Number, predicted: Number) -> bool:

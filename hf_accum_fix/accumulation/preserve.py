@@ -57,7 +57,7 @@ class Kept(NamedTuple):
         """Restore it where it differs."""
         holder, before = self
         if isinstance(before, (dict, list)):
-            if self.differing():
+            if self.differs():
                 holder.clear()
                 (holder.update if isinstance(before, dict) else holder.extend)(before)
         elif isinstance(before, tuple):
@@ -70,21 +70,12 @@ class Kept(NamedTuple):
         elif holder.nbytes() == before.nbytes():
             holder.copy_(before, False)
 
-    def wrote(self) -> bool:
-        """Whether a value has changed that a loss may depend on: numbers, but no counter and no log."""
-        if isinstance(self.before, torch.UntypedStorage):
-            one, other = (torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in self)
-            return not torch.equal(one, other)
-        if not isinstance(self.before, (dict, list)):
-            return False
-        is_list, now, was = isinstance(self.before, list), *map(_by_place, self)
-        # A number that was a class attribute becomes the object's with its first change; words and counts may be a log.
-        return any(
-            any(isinstance(each, (float, Tensor)) for each in tree_leaves(new))
-            if old is None
-            else is_list or isinstance(old, Tensor) or (isinstance(old, float) and old != new)
-            for old, new in ((was.get(name), now.get(name)) for name in self.differing())
-        )
+    def differs(self) -> bool:
+        """Whether it has other elements now, or other bytes."""
+        if not isinstance(self.before, torch.UntypedStorage):
+            return isinstance(self.before, (dict, list)) and bool(self.differing())
+        one, other = (torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in self)
+        return not torch.equal(one, other)
 
 
 def _by_place(value: Any) -> dict[Any, Any]:
@@ -160,9 +151,9 @@ class PythonState(AbstractContextManager[Any]):
         self.kept += [Kept(each, each.clone()) for each in storages]  # type: ignore[no-untyped-call]
 
     def wrote(self) -> bool:
-        """Whether a value has changed that a loss may depend on."""
+        """Whether anything has changed but random generators."""
         # A copy, since a mode that adds storages also sees their comparison.
-        return any(each.wrote() for each in [*self.kept])
+        return any(each.differs() for each in [*self.kept])
 
     def drew(self) -> bool:
         """Whether a generator has drawn a number."""

@@ -12,6 +12,7 @@ class Reduction(str, Enum):
     MEAN = "mean"
     SUM = "sum"
     PLAIN = "plain"
+    STOCK = "stock"
     WINDOW = "window"
 
     @property
@@ -25,5 +26,6 @@ _PREDICATES = {
     "mean": "is the mean over its own items",
     "sum": "is a sum",
     "plain": "is averaged over micro-batches",
+    "stock": "stays as the trainer scales it",
     "window": "is computed over all samples of a step",
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_accum_fix.accumulation.contract import How, LossContract
+from hf_accum_fix.accumulation.contract import LossContract
 
 
 class Values(TorchFunctionMode):
@@ -44,14 +44,10 @@ class Values(TorchFunctionMode):
 
 @dataclass
 class Captured:
-    """What was captured of one forward.
+    """What was captured of one forward."""
 
-    Attributes:
-        values: None: not captured.
-        routers: the nodes of router losses, with their names ("aux_loss", "z_loss").
-    """
-
-    values: Values | None = None
+    values: Values | None = None  # None: not captured
+    #: the nodes of router losses, with their names ("aux_loss", "z_loss").
     routers: dict[Any, str] = field(default_factory=dict)
 
 
@@ -61,7 +57,7 @@ def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[C
 
     ``head``: the model whose outputs have a router loss; None: there is none.
     """
-    several = contract is None or contract.groups > 1 or contract.added
+    several = contract is None or contract.groups > 1 or contract.added is not None
     captured = Captured(Values() if several else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:
@@ -70,7 +66,7 @@ def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[C
                 if isinstance(value, Tensor) and value.grad_fn is not None and f"_{key}".endswith(f"_{name}"):
                     captured.routers[value.grad_fn] = name
 
-    has_router = contract is None or any(each.how is How.ROUTER for each in contract.terms)
+    has_router = contract is None or contract.has_router_terms
     # Before the hooks of ZeRO-3, which give all outputs another node.
     handle = head.register_forward_hook(note, prepend=True) if head is not None and has_router else None
     try:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import How, Reduction, TermSpec
+from hf_accum_fix.accumulation.contract import How, TermSpec
 from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.loss_graph import Term, read, without_nothing
 from hf_accum_fix.accumulation.nodes import has_several_outputs, is_parameter, on_host
@@ -27,21 +27,11 @@ from hf_accum_fix.accumulation.part import Number, Part, differ
 from hf_accum_fix.accumulation.values import Captured, Values
 
 
-def _is_nan(number: Number) -> bool:
-    """Whether a number is nan; False for one on a device, which is not read."""
-    return on_host(number) and math.isnan(float(number))
-
-
 class Weighed(NamedTuple):
-    """A micro-batch's weighted loss.
+    """A micro-batch's weighted loss."""
 
-    Attributes:
-        loss: for the engine's backward, 0-dim, with gradient.
-        value: its part of the window's logged loss, 0-dim.
-    """
-
-    loss: Tensor
-    value: Tensor
+    loss: Tensor  # for the engine's backward, 0-dim, with gradient
+    value: Tensor  # its part of the window's logged loss, 0-dim
 
 
 def weigh(
@@ -57,55 +47,29 @@ def weigh(
             forward has counted.
         captured: of its forward.
     """
-    contract, left, zero_weight = part.contract, part.remaining_divisor, isinstance(inputs, ZeroWeightBatch)
-    if part.is_whole and not zero_weight:
+    contract, left, counts = part.contract, part.remaining_divisor, not isinstance(inputs, ZeroWeightBatch)
+    if part.is_whole and counts:
         return _ready(loss, left, part)
-    terms = without_nothing(read(loss, captured.routers, inside=contract.inside, deep=contract.deep))
+    terms = without_nothing(read(loss, captured.routers, deep=contract.deep))
     matched = _matched(terms, contract.terms)
     if matched is None and terms and all(term.is_nothing for term in terms):
         # As in `logits.sum() * 0`, where there is no target.
         matched = [(spec, []) for spec in contract.terms]
-    if matched is None and not zero_weight:
+    if matched is None and counts:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         part.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         part.mixed = True
         # What divides by the number of the global batch itself is added up.
         adds = contract.custom and any(each.how is How.NUMBER for each in contract.terms)
         return _ready(loss, left / part.micro_batches if adds else left, part)
-    alone = len(terms) == 1 and not contract.added
-    weighing = _Weighing(loss, part, inputs, items, captured.values, alone=alone)
-    weights = [each for place, one in enumerate(matched or ()) for each in weighing.weights(place, *one)]
+    alone = len(terms) == 1 and contract.added is None
+    micro_batch = _MicroBatch(loss, part, inputs, items, captured.values, alone, counts)
+    weights = [each for place, one in enumerate(matched or ()) for each in micro_batch.weights(place, *one)]
     if not weights:
         return _ready(loss, math.inf, part)
-    if contract.groups == 1 and not contract.added:
+    if contract.groups == 1 and contract.added is None:
         return _ready(loss, weights[0].divisor, part)
     return _hooked(loss, weights, captured.values, part)
-
-
-def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor]) -> str:
-    """How the graph of a loss of n ``items`` contradicts the contract given for it, in words; empty: it does not."""
-    terms, reduction, rule = read(loss), part.contract.reduction, part.contract.items
-    if reduction is Reduction.SUM:
-        # A mean times its items is a sum.
-        means = (each.name for each in terms if each.divides and all(factor.divides for factor in each.factors))
-        return next((f"is a mean by {name}" for name in means), "")
-    if reduction is Reduction.PLAIN or not terms:
-        return ""
-    if len(terms) > 1:
-        return f"is a sum of {len(terms)} terms"
-    assert rule is not None
-    term, count = terms[0], items[rule] if reduction is Reduction.MEAN else part.mean
-    if not term.readable:
-        # A custom autograd function cannot be read.
-        is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)
-        return "" if is_own else f"contains {term.name}"
-    numbers = [each.value for each in term.factors if each.divides]
-    if not all(map(on_host, (count, *numbers))):
-        return ""
-    # A sum may be divided by its count below; a mean over classes divides by a multiple of the items.
-    times = [float(each) / float(count) if float(count) else 1.0 for each in numbers]
-    shows = not times or any(each > 0.5 and not differ(each, round(each)) for each in times)
-    return "" if shows else f"divides {term.name} by {', '.join(f'{float(each):g}' for each in numbers)}"
 
 
 def _ready(loss: Tensor, weight: Number, part: Part) -> Weighed:
@@ -120,19 +84,21 @@ def _logged(value: Tensor, part: Part) -> Tensor:
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
     """The terms of every spec; None: some fit no spec, or cannot be distinguished."""
-    singles = Counter(spec.shape for spec in specs if spec.place is not None)
-    if not terms or {term.shape for term in terms} - {spec.shape for spec in specs}:
-        return None
+    by_shape: dict[Any, list[Term]] = {spec.shape: [] for spec in specs}
+    for term in terms:
+        if term.shape not in by_shape:
+            return None
+        by_shape[term.shape].append(term)
+    places = Counter([spec.shape for spec in specs if spec.place is not None])
     found = list[tuple[TermSpec, list[Term]]]()
     for spec in specs:
-        alike = [term for term in terms if term.shape == spec.shape]
-        if alike and spec.place is not None and len(alike) != singles[spec.shape]:
-            return None
-        alike = alike if spec.place is None else alike[spec.place : spec.place + 1]
-        if spec.classes and any(term.classes != spec.classes for term in alike):
-            return None
+        alike = by_shape[spec.shape]
+        if alike and spec.place is not None:
+            if len(alike) != places[spec.shape]:
+                return None
+            alike = [alike[spec.place]]
         found.append((spec, alike))
-    return found
+    return found if terms else None
 
 
 class _Weight(NamedTuple):
@@ -144,8 +110,8 @@ class _Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Weighing:
-    """The terms of one micro-batch's loss, as they are weighted; ``alone``: it has one."""
+class _MicroBatch:
+    """The loss of one micro-batch, as its terms are weighted; ``alone``: it has one; ``counts``: False: nothing."""
 
     loss: Tensor
     part: Part
@@ -153,34 +119,48 @@ class _Weighing:
     items: Mapping[Items | int, Tensor]
     values: Values | None
     alone: bool
-
-    @property
-    def zero_weight(self) -> bool:
-        """Whether the micro-batch counts nothing."""
-        return isinstance(self.inputs, ZeroWeightBatch)
+    counts: bool
 
     def weights(self, place: int, spec: TermSpec, found: Sequence[Term]) -> list[_Weight]:
         """Of a term, or its rows (``found``), so that its sum over micro-batches, averaged over ranks, is exact.
 
         ``place``: of its `TermSpec`.
         """
-        if not found:
-            if spec.how is How.MEAN:
-                self.part.note(place, 0.0, self._planned(self._items(place, spec), spec))
-            elif spec.how in (How.CONSTANT, How.ROUTER) and not self.zero_weight:
-                self.part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
+        part, counts = self.part, self.counts
+        if spec.how is How.MEAN:
+            # What this micro-batch adds to N: as much as the observed batch, where nothing counts it.
+            rule = spec.rule if spec.rule is not None or part.is_corrected else part.contract.items
+            items = self.items.get(place, None if rule is None else spec.scaled(self.items[rule]))
+            planned = spec.counted[0] if items is None else items if counts else 0.0
+            if not found:
+                part.note(place, 0.0, planned)
+                return []
+            seen, divisor = self._of_mean(spec, found, rule, items)
+            part.note(place, seen if counts else 0.0, planned)
+            n_mean = part.means.get(place, None if rule is None else spec.scaled(part.means[rule]))
+            mean: Number = spec.counted[0] * part.remaining_divisor if n_mean is None else n_mean
+            # Without a correction at the end, weights have to use the planned counts.
+            count = divisor if part.is_corrected else spec.counted[0] if items is None else items
+            divisor = mean / count if isinstance(count, Tensor) or count else math.inf
+            if part.contract.groups > 1 and differ(*part.counts[place][0]):
+                # One number cannot correct several terms: the first micro-batch decides whether the rule fits.
+                divisor = part.remaining_divisor
+        elif not found:
+            if spec.how in (How.CONSTANT, How.ROUTER) and counts:
+                part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
             return []
-        divisor = self._of_mean(place, spec, found) if spec.how is How.MEAN else self._of_other(spec, found)
+        else:
+            divisor = self._of_other(spec, found[0])
         divisor = divisor / _product(found[0], spec.own) if spec.own else divisor
-        if self.zero_weight:
+        if not counts:
             divisor = math.inf if spec.how in (How.MEAN, How.NUMBER, How.SUM) else divisor
         elif (constant := _constant(found[0], spec)) is not None:
-            self.part.note_constant(place, found[0], constant)
+            part.note_constant(place, found[0], constant)
         return [_Weight(each, divisor, spec.group) for each in found]
 
-    def _of_other(self, spec: TermSpec, found: Sequence[Term]) -> Number:
+    def _of_other(self, spec: TermSpec, term: Term) -> Number:
         """What to divide a term by that is no mean over its own items."""
-        part, term, counted = self.part, found[0], _product(found[0], spec.counts)
+        part, counted = self.part, _product(term, spec.counts)
         weight: Number = part.remaining_divisor
         if spec.how is How.NUMBER and part.contract.custom:
             # Already divided by the items of the global batch; only the engine's mean over ranks follows.
@@ -190,83 +170,56 @@ class _Weighing:
             weight = part.means[part.contract.items] / counted
         elif spec.how is How.SUM:
             weight = weight / (part.micro_batches * part.world_size)
-        if spec.how is How.ROUTER and spec.counts and spec.rule is not None and not self.zero_weight:
-            items = spec.rule.count(self.inputs) * spec.ratio
-            if differ(counted, items):
-                # In the observed batch it counted padding.
-                part.changed = f"{term.name} is not over every position, as it was in the observed batch"
+        counted_by = spec.rule if spec.how is How.ROUTER and self.counts else None
+        if counted_by is not None and differ(counted, counted_by.count(self.inputs) * spec.ratio):
+            # In the observed batch it counted padding.
+            part.changed = f"{term.name} is not over every position, as it was in the observed batch"
         return weight
 
-    def _of_mean(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Number:
-        """What to divide a mean by; its own divisor is noted."""
-        part, term, rule, items = self.part, found[0], self._rule(spec), self._items(place, spec)
-        predicted: Number = spec.counted[0] if items is None else items
+    def _of_mean(
+        self, spec: TermSpec, found: Sequence[Term], rule: Items | None, items: Tensor | None
+    ) -> tuple[Number, Number]:
+        """The items that a mean has seen, and what it divides by, by its graph."""
+        term, planned = found[0], spec.counted[0] if items is None else items
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
-        divisor = _product(term, spec.counts) if spec.counts else predicted
-        if not is_function and term.divides and _is_nan(divisor) and not _is_nan(term.factors[-1].value):
-            # A weight that is itself a mean over no items; the term has items.
-            part.changed = f"{term.name} is weighted by a number that is nan in one of its micro-batches"
-        if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
+        divisor = _product(term, spec.counts) if spec.counts else planned
+        if not is_function:
             # A divisor that is itself a mean over no items.
-            divisor = divisor.nan_to_num(0.0)
-        elif isinstance(divisor, float) and math.isnan(divisor):
-            divisor = 0.0
+            if isinstance(divisor, Tensor):
+                divisor = divisor.nan_to_num(0.0) if divisor.is_floating_point() else divisor
+            elif math.isnan(divisor):
+                divisor = 0.0
         # 16 bits round the count.
-        seen = predicted if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
+        seen = planned if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
         if rule is not None and rule.entry is not None:
             # Heads with lists of targets divide by at least 1.
             seen = seen if float(rule.count(self.inputs)) else 0.0
         elif not is_function and spec.counts:
-            seen = self._clamped(seen, found, rule, items, predicted)
-        part.note(place, 0.0 if self.zero_weight else seen, self._planned(items, spec))
-        if term.rows and not self.zero_weight and differ(seen, predicted):
-            part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
+            seen = self._clamped(seen, found, planned, by_rule=rule is not None, known=items is not None)
+        if term.rows and self.counts and differ(seen, planned):
+            self.part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
-            if each.learnt_products or not is_function:
+            if each.learnt_nodes or not is_function:
                 # The gradient of a custom mean over no items is 0 / 0.
-                _keep_finite(each, divisor, part)
-        left = part.remaining_divisor
-        if part.is_unpredicted(place):
-            return left
-        n_mean = part.means.get(place, None if rule is None else spec.scaled(part.means[rule]))
-        mean: Number = spec.counted[0] * left if n_mean is None else n_mean
-        # Without a correction at the end, weights have to use the predicted counts.
-        count = divisor if part.is_corrected else predicted
-        return mean / count if isinstance(count, Tensor) or count else math.inf
+                _keep_finite(each, divisor, self.part)
+        return seen, divisor
 
-    def _rule(self, spec: TermSpec) -> Items | None:
-        """The rule that predicts a mean; None: none does, and the window is corrected."""
-        return self.part.contract.items if spec.rule is None and not self.part.is_corrected else spec.rule
+    def _clamped(self, seen: Number, found: Sequence[Term], planned: Number, *, by_rule: bool, known: bool) -> Tensor:
+        """The items of a custom mean, whose divisor of at least 1 counts none where it is 1.
 
-    def _items(self, place: int, spec: TermSpec) -> Tensor | None:
-        """The count of a term; None: nothing counts it."""
-        rule = self._rule(spec)
-        return self.items.get(place, None if rule is None else spec.scaled(self.items[rule]))
-
-    def _planned(self, items: Tensor | None, spec: TermSpec) -> Number:
-        """What this micro-batch adds to N as planned: as much as the observed batch, where nothing counts it."""
-        return spec.counted[0] if items is None else 0.0 if self.zero_weight else items
-
-    def _clamped(
-        self, seen: Number, found: Sequence[Term], rule: Items | None, items: Tensor | None, by_rule: Number
-    ) -> Tensor:
-        """The items of a custom mean, which may be clamped to at least 1, and then counts 0 where it is 1."""
+        ``by_rule``: a rule has planned them; ``known``: they were counted, by a rule or by forwards.
+        """
         term, device = found[0], self.loss.device
         values = [each for each in (_value(each, self.values) for each in found) if each is not None]
-        value = torch.stack(values).sum() if len(values) == len(found) else None
-        is_own = value is not None or (self.alone and not term.added)
-        hidden = nothing = (self.loss if value is None else value) == 0
-        if rule is not None:
-            of_rule = torch.as_tensor(by_rule, device=device)
-            # One item can have a loss of zero.
-            hidden = nothing & (of_rule > 0)
-            nothing = (nothing & (of_rule != 1)) if is_own else (of_rule == 0) | (nothing & (of_rule != 1))
-        if on_host(hidden) and on_host(seen) and float(seen) == 1:
-            # Without a rule a divisor of at least 1 hides whether there is one item or none, unless the value tells; a
-            # loss that was changed in place has lost that.
-            is_lost = not is_own and len(found) == 1
-            unknown = rule is None and (is_lost or (items is None and not bool(nothing)))
-            if bool(hidden) or unknown:
+        has_value = len(values) == len(found)
+        nothing = (torch.stack(values).sum() if has_value else self.loss) == 0
+        if by_rule:
+            of_rule = torch.as_tensor(planned, device=device)
+            nothing = (of_rule == 0) | (nothing & (of_rule != 1))
+        elif on_host(nothing) and on_host(seen) and float(seen) == 1:
+            # Unless the value tells; a loss that was changed in place has lost that.
+            is_lost = not (has_value or (self.alone and not term.added)) and len(found) == 1
+            if is_lost or not (known or bool(nothing)):
                 words = "divides by 1: it has one target, or none and a divisor of at least 1"
                 self.part.changed = f"{term.name} {words}"
         dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(device)
@@ -290,7 +243,8 @@ def _constant(term: Term, spec: TermSpec) -> float | None:
 def _product(term: Term, places: Sequence[int]) -> Number:
     """The product of a term's divisors in these places."""
     result: Number = 1.0
-    for factor in (term.factors[at] for at in places):
+    for at in places:
+        factor = term.factors[at]
         value: Number = factor.value
         if isinstance(value, Tensor):
             # An integer tensor divided by a Python number would be float32.
@@ -313,7 +267,7 @@ def _keep_finite(term: Term, count: Number, part: Part) -> None:
         return tuple(None if grad is None else _settled(grad, nothing) for grad in grads)
 
     term.leaf.register_prehook(_guarded(zero, part))
-    for node in term.learnt_products:
+    for node in term.learnt_nodes:
         # Only its outgoing gradients: other terms may have the same factor.
         node.register_hook(_guarded(lambda grads, _: zero(grads), part))
 
@@ -341,10 +295,10 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
             top.register_prehook(_scaled(relative, part))
-    if added := part.contract.added or any(term.added for term, *_ in weights):
+    if added := part.contract.added is not None or any(term.added for term, *_ in weights):
         # A mean over no items hides what is added to it.
         hides = [each.isnan() & (weight == math.inf) for each, weight in known]
-        rest = torch.where(torch.stack(hides).any(), part.contract.constant, rest) if hides else rest
+        rest = torch.where(torch.stack(hides).any(), part.contract.added or 0.0, rest) if hides else rest
     if added or blank:
         # Else the rest of the loss belongs to the terms without a value.
         of_blank = next(iter(blank.values())) if len(blank) == 1 else part.remaining_divisor

@@ -32,78 +32,74 @@ def settle(
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
     """
-    host.contained("looking at what computes the loss", partial(host.refresh_loss_source, batches), None)
+    host.contained("looking at what computes the loss", partial(_refresh, host, batches), None)
     loss, given = host.state.loss, host.options.contract
     was_settled, before = loss.is_settled, loss.contract
-    host.contained("comparing the labels of a window", partial(_note_labels, host, batches), None)
     if given is None:
-        _observe_if_due(host, batches, number, error, asked=asked)
+        if asked or not was_settled or (host.data_ranks == 1 and loss.reconsiders):
+            _observe(host, batches, number, error)
     elif not was_settled:
         loss.use_contract(given)
-    if not was_settled or host.state.loss.contract is not before:
+    if not was_settled or loss.contract is not before:
         host.contained("saying how the loss is reduced", partial(_say, host), None)
 
 
-def _note_labels(host: Host, batches: Sequence[Any]) -> None:
-    """Note the labels that most micro-batches of the first window have."""
+def _refresh(host: Host, batches: Sequence[Any]) -> None:
+    """Note what computes the loss, and the labels that most micro-batches of the first window have."""
+    host.refresh_loss_source(batches)
     if host.state.loss.labels is None and batches:
         [(host.state.loss.labels, _)] = Counter(map(host.labels_of, batches)).most_common(1)
 
 
-def _observe_if_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
-    """Observe the loss on all ranks if no window has shown it yet, or it changed."""
+def _observe(host: Host, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
+    """Observe the loss on all ranks if no window has shown it yet, or it changed on one."""
     loss = host.state.loss
-    if not (asked or not loss.is_settled or (host.data_ranks == 1 and loss.reconsiders)):
-        return
-    again, mixed = check_alike(host, batches, error)
+    changed, mixed = check_alike(host, batches, error)
     loss.reconsiders = False
-    loss.reconsidered += again
-    if not (again or not loss.is_settled):
+    loss.reconsidered += changed
+    if loss.is_settled and not changed:
         return
-    error = None
+    found = _of_all(host, batches, number)
+    if loss.contract is None or loss.contract.yields_to(found):
+        found = found.with_one_rule()
+        loss.attempts += found.reason != NO_TARGET_SEEN
+        # One rank's looks may have shown that.
+        host.requires_number |= found.is_read and found.hands_number
+        loss.use_contract(found)
+    elif mixed > 1:
+        # Windows in a row, and nothing that is looked at shows it: CenterNet's sum where nothing is to be found.
+        reason = "some of its micro-batches have other terms than those that are looked at"
+        loss.use_contract(loss.contract.averaged(reason, stays=loss.contract.by_number and host.has_stock))
+
+
+def _of_all(host: Host, batches: Sequence[Any], number: Any) -> LossContract:
+    """The contract of all ranks, from what each observes; what training would raise as well is raised on all."""
+    seen, error = None, None
     try:
         # Where ranks meet in every forward, none runs fewer.
-        batches = [batch for batch in batches if host.shards or host.labels_of(batch) == loss.labels]
-        # A model or a custom loss may run collectives.
+        batches = [batch for batch in batches if host.shards or host.labels_of(batch) == host.state.loss.labels]
         with SyncedRanks(host.gather if host.world_size > 1 else None) as synced:
             seen = _observed(host, batches, number, synced)
     except Exception as caught:
-        seen, error = None, caught
-    # Running out of memory would happen in training, too.
+        error = caught
     by_design = isinstance(error, BY_DESIGN) or (error is not None and out_of_memory(error))
-    told = (error is not None, error is not None and is_of_forward(error), by_design, str(error or ""))
-    failed, of_forward, as_designed, why = zip(*host.all_of(told, None), strict=True)
+    told = (seen, error is not None, by_design, error is not None and is_of_forward(error), str(error or ""))
+    every, failed, designed, of_forward, why = zip(*host.all_of(told, None), strict=True)
     # Where the forward of one rank fails alone, the others would wait for it in training.
-    alone = any(of_forward) and not all(failed)
-    plain, found = LossContract(Reduction.PLAIN, as_stock=host.has_stock), None
-    if any(failed) and not any(as_designed) and not alone:
+    if any(designed) or (any(of_forward) and not all(failed)):
+        host.all_of(None, error)
+    plain, found = LossContract(Reduction.STOCK if host.has_stock else Reduction.PLAIN), None
+    if any(failed):
         # If training runs this forward, it raises the error itself.
-        found = replace(plain, reason=f"its loss could not be observed: {next(filter(None, why), '')}")
-    else:
-        every = [each for each in host.all_of(seen, error) if each is not None]
-        try:
-            found = agree(every)
-        except ContractError as caught:
-            found = replace(plain, reason=str(caught))
-        except Exception as caught:
-            host.note_trouble("comparing the ranks' losses", caught)
-        if None in host.all_of(found, None):
-            found = replace(plain, reason="looking at its loss failed on a rank")
-    assert found is not None
-    if loss.contract is not None and not loss.contract.yields_to(found):
-        opened, before = host.state.opened, loss.last_mixed
-        loss.last_mixed = opened if mixed else before
-        if mixed and opened - before == 1:
-            # Twice in a row, and nothing that is looked at shows it: CenterNet's sum where nothing is to be found.
-            reason = "some of its micro-batches have other terms than those that are looked at"
-            stays = loss.contract.by_number and host.has_stock
-            loss.use_contract(replace(loss.contract.averaged(reason), as_stock=stays))
-        return
-    if host.world_size == 1 or not host.readable:
-        # Several ranks correct a window only after one has found a difference.
-        found = found.with_one_rule()
-    loss.attempts += found.reason != NO_TARGET_SEEN
-    loss.use_contract(found)
+        return replace(plain, reason=f"its loss could not be observed: {next(filter(None, why), '')}")
+    try:
+        found = agree([each for each in every if each is not None])
+    except ContractError as caught:
+        found = replace(plain, reason=str(caught))
+    except Exception as caught:
+        host.note_trouble("comparing the ranks' losses", caught)
+    agreed: list[LossContract | None] = host.all_of(found, None)
+    return found if found and None not in agreed else replace(plain, reason="looking at its loss failed on a rank")
 
 
 def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRanks) -> LossContract | None:
@@ -111,11 +107,11 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
     if not batches or host.trained is None:
         return None
     try:
-        facts = host.facts(batches, number)
-        if facts.unobserved is not None:
-            return facts.unobserved
+        setting = host.facts(batches, number)
+        if isinstance(setting, LossContract):
+            return setting
         with host.run(batches) as run:
-            found = observe(run, batches, facts.setting, synced)
+            found = observe(run, batches, setting, synced)
     except Exception:
         logger.error(
             "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
@@ -123,18 +119,18 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
             host.head,
         )
         raise
-    if facts.setting.custom and host.scales_itself and found.reduction in (Reduction.MEAN, Reduction.SUM):
-        found = found.averaged("the trainer declares that it scales the loss itself")
-    if facts.doubt:
-        found = replace(found, doubt=facts.doubt, reason=facts.doubt)
+    if setting.custom and host.scales_itself and not found.by_number:
+        found = found.averaged("the trainer declares that it scales the loss itself", stays=True)
+    if setting.doubt:
+        found = replace(found, doubt=setting.doubt, reason=setting.doubt)
     return found.by_rule() if is_compiled(host.model) else found
 
 
-def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> tuple[bool, bool]:
+def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> tuple[bool, int]:
     """Check, before the ranks run forwards together, that all fetched a window, with labels or without.
 
     Returns:
-        Whether any rank reconsiders its loss, and whether one had micro-batches with other terms.
+        Whether any rank reconsiders its loss, and in how many windows in a row one had other terms than expected.
     """
     labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
@@ -152,7 +148,7 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
         )
     # One loss on all ranks; where each has labels of its own it is the first rank's.
     loss.labels = next((each for each in observed if each is not None), None)
-    return any(changed), any(mixed)
+    return any(changed), max(mixed)
 
 
 def _say(host: Host) -> None:
@@ -168,19 +164,16 @@ def _say(host: Host) -> None:
         return
     if contract.reduction is Reduction.SUM:
         host.warn_once("sum", f"{host.head}: the loss is a sum, so it grows with the global batch.")
-    stays = contract.as_stock or (contract.custom and host.scales_itself)
     # Even a global batch of one micro-batch may have a wrong number.
     matters = host.is_split or (contract.by_number and not contract.conclusive)
-    if matters and (words := remark(contract, loss.attempts, stays=stays)):
+    if matters and (words := remark(contract, loss.attempts)):
         host.warn_once("inexact", f"{host.head}: {words}")
 
 
-def remark(found: LossContract, attempts: int, *, stays: bool = False) -> str:
-    """Why a contract is not exact after so many ``attempts``, and what its loss gets; empty: it is.
-
-    ``stays``: as the trainer scales it.
-    """
-    if found.reduction is Reduction.PLAIN:
+def remark(found: LossContract, attempts: int) -> str:
+    """Why a contract is not exact after so many ``attempts``, and what its loss gets; empty: it is."""
+    if not found.is_weighed:
+        stays = found.reduction is Reduction.STOCK
         outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
         why = "it is unknown whether the split changes it."
         if found.coupled:

@@ -6,7 +6,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -14,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.accumulation.items import Labels, count_dtype, labels_of
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
@@ -38,21 +36,6 @@ OTHER_COUNTS = "its terms divide by another number of items than predicted"
 #: Why a loss is not observed: only what training runs is run.
 MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
 MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run except to train"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a loss before it is observed.
-
-    Attributes:
-        setting: of the training.
-        unobserved: its contract, if only what training runs may be run; None: it is observed.
-        doubt: why it is not exact, whatever is observed; empty: there is no reason.
-    """
-
-    setting: Setting
-    unobserved: LossContract | None = None
-    doubt: str = ""
 
 
 class WholeWindowLoss(Protocol):
@@ -78,40 +61,34 @@ class Host(ABC):
     """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here.
 
     Attributes:
-        name: of the trainer.
-        trained: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
         options: of the training.
         state: of its windows.
         gradient: the sum of a window's gradients.
         reached: whether it is what the optimizer uses.
         router: its router loss.
-        coupled: its loss over the whole window; None: it is each micro-batch's.
         repeated: samples that its dataloader repeats, for report().
         warned: names of the warnings that were given.
         passes_number: the model gets num_items_in_batch.
-        accelerator: the ``accelerate.Accelerator``; None: there is none.
-        rank: this process among all.
-        world_size: processes in a collective.
-        data_ranks: W, data-parallel ranks.
-        shards: the ranks meet in every micro-batch, not only in the last one of a window.
+        requires_number: what computes the loss cannot do without it.
         has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
         scales_itself: the trainer declares that it divides its loss by the accumulation steps.
-        device: of the counts.
-        over_ranks: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     """
 
-    name: str
+    name: str  # of the trainer
+    #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
     trained: nn.Module | None
-    accelerator: AcceleratorLike | None
-    rank: int
-    world_size: int
-    data_ranks: int
-    shards: bool
+    accelerator: AcceleratorLike | None  # the ``accelerate.Accelerator``; None: there is none
+    rank: int  # this process among all
+    world_size: int  # processes in a collective
+    data_ranks: int  # W, data-parallel ranks
+    shards: bool  # the ranks meet in every micro-batch, not only in the last one of a window
     has_stock = False
     scales_itself = False
-    device: torch.device
-    coupled: WholeWindowLoss | None = None
+    device: torch.device  # of the counts
+    coupled: WholeWindowLoss | None = None  # its loss over the whole window; None: it is each micro-batch's
+    #: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     over_ranks: float | None = None
+    requires_number = False
 
     def __init__(self, options: Options) -> None:
         self.options, self.state = options, TrainingState()
@@ -235,8 +212,11 @@ class Host(ABC):
         return self.run(batches)
 
     @abstractmethod
-    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
-        """What is known of the loss of these micro-batches; ``number``: upstream's count of them, or None."""
+    def facts(self, batches: Sequence[Any], number: Any) -> Setting | LossContract:
+        """What is known of the loss of these micro-batches; ``number``: upstream's count of them, or None.
+
+        Its contract, if only what training runs may be run.
+        """
 
     def setting(self, bare: nn.Module, *, handed: str, hands_number: bool, **more: Any) -> Setting:
         """Facts about any training, and ``more`` of this host's; ``bare``: the model without wrappers."""
@@ -292,7 +272,7 @@ class Host(ABC):
         """Let the training go on as without us: its loss cannot be read, or looking at it failed on a rank."""
         state, plain = self.state, self.contract
         state.aside = True
-        if plain is None or not plain.as_stock:
+        if plain is None or plain.reduction is not Reduction.STOCK:
             plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed on another rank")
             # Once, whatever this rank has warned of already.
             if "inexact" not in self.warned:

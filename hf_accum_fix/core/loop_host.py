@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import requires_number, wants_number
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
-from hf_accum_fix.core.count import WindowCounts
-from hf_accum_fix.core.host import Facts, Host
+from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.engines.engine import engine_divisor, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
@@ -110,7 +109,7 @@ class LoopHost(Host):
         self.router.forget()
         self.coupled = None
         part = Part(plain, {Items(): self.zero}, len(batches), self.data_ranks, False, engine_divisor(self.accelerator))
-        return Window(self, list(batches), WindowCounts(part, self.zero, [{} for _ in batches]))
+        return Window(self, list(batches), part, [{} for _ in batches])
 
     def refresh_loss_source(self, batches: Sequence[Batch]) -> None:
         given = self.options.contract
@@ -130,11 +129,11 @@ class LoopHost(Host):
                 "num_items_in_batch; expected Reduction.MEAN"
             )
 
-    def facts(self, batches: Sequence[Batch], number: Any) -> Facts:
+    def facts(self, batches: Sequence[Batch], number: Any) -> Setting:
         bare = self.bare(self.model)
         required = self.passes_number and requires_number(bare)
         handed = "all" if required else "once" if self.passes_number else "none"
-        return Facts(self.setting(bare, handed=handed, hands_number=required, has_z_loss=has_z_loss(bare)))
+        return self.setting(bare, handed=handed, hands_number=required, has_z_loss=has_z_loss(bare))
 
     @contextmanager
     def run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:

@@ -12,7 +12,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.items import Labels
 
-#: The first windows, in each of which the loss is observed, by other samples.
+#: Most windows in which a loss is observed that shows nothing conclusive; so many are corrected on several ranks.
 ATTEMPTS = 3
 #: For all windows.
 ALWAYS = sys.maxsize
@@ -22,52 +22,36 @@ RECONSIDERED = 8
 
 @dataclass(eq=False)
 class LossState:
-    """How the loss is reduced, and what is due for it.
+    """How the loss is reduced, and what is due for it."""
 
-    Attributes:
-        contract: None: it was not observed yet.
-        labels: of the micro-batches that it is observed on; None: there was none.
-        attempts: windows with targets in which it was observed.
-        counts_by_forwards: a window was divided by other items than its rules predicted.
-        windows_to_correct: so many of the next windows have their gradient multiplied by predicted over seen items.
-        reconsiders: it is observed again in the next window.
-        reconsidered: how often that was done.
-        mixed: in the window before, micro-batches of this rank had other terms than the contract.
-        last_mixed: the window after the last for which a rank reported that, and looks showed nothing new.
-    """
-
-    contract: LossContract | None = None
-    labels: Labels | None = None
-    attempts: int = 0
-    counts_by_forwards: bool = False
+    contract: LossContract | None = None  # None: it was not observed yet
+    labels: Labels | None = None  # of the micro-batches that it is observed on; None: there was none
+    attempts: int = 0  # windows with targets in which it was observed
+    counts_by_forwards: bool = False  # a window was divided by other items than its rules predicted
+    #: so many of the next windows have their gradient multiplied by predicted over seen items.
     windows_to_correct: int = 0
-    reconsiders: bool = False
-    reconsidered: int = 0
-    mixed: bool = False
-    last_mixed: int = -1
+    reconsiders: bool = False  # it is observed again in the next window
+    reconsidered: int = 0  # how often that was done
+    mixed: int = 0  # windows in a row in which micro-batches of this rank had other terms than the contract
 
     @property
     def is_settled(self) -> bool:
         """Whether it is not observed again."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
 
-    @property
-    def needs_forwards(self) -> bool:
-        """Whether no rule predicts what its terms divide by, and no one number can correct them."""
-        contract = self.contract
-        return contract is not None and (contract.needs_forwards or (self.counts_by_forwards and contract.groups > 1))
-
     def use_contract(self, contract: LossContract) -> None:
         """Use a contract from this window on."""
-        if self.contract is not None and len(contract.terms) > 1:
-            # A loss of one term is corrected, and keeps a single rule.
-            contract = contract.fitting_as_well(self.contract)
         self.contract = contract
         if not (contract.is_counted or contract.needs_forwards):
             self.windows_to_correct = ALWAYS
         else:
             # No window has confirmed its rules yet.
             self.windows_to_correct = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
+
+    def takes_correction(self) -> bool:
+        """Whether one more window is corrected."""
+        self.windows_to_correct, before = max(self.windows_to_correct - 1, 0), self.windows_to_correct
+        return before > 0
 
     def reconsider(self) -> None:
         """Observe it again in the next window; limited, as each time takes forwards."""
@@ -83,31 +67,20 @@ class LossState:
 
 @dataclass(eq=False)
 class TrainingState:
-    """State of one training.
+    """State of one training."""
 
-    Attributes:
-        loss: how it is reduced.
-        differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
-        unread: windows since the last log with other counts than predicted; a tensor on the device, if any.
-        empty: a window had no target; a tensor on the device.
-        opened: windows so far.
-        inexact: those that were not exact.
-        unreported: the other ranks do not know of one of them yet.
-        recorded: the training is in the report.
-        troubled: looking at a loss failed on this rank, and the other ranks do not know it yet.
-        aside: the training is stock's.
-    """
-
-    loss: LossState = field(default_factory=LossState)
+    loss: LossState = field(default_factory=LossState)  # how it is reduced
+    #: a window of this rank had other counts than predicted; the other ranks learn it in the next.
     differs: bool = False
+    #: windows since the last log with other counts than predicted; a tensor on the device, if any.
     unread: Tensor | int = 0
-    empty: Tensor | bool = False
-    opened: int = 0
-    inexact: int = 0
-    unreported: bool = False
-    recorded: bool = False
-    troubled: bool = False
-    aside: bool = False
+    empty: Tensor | bool = False  # a window had no target; a tensor on the device
+    opened: int = 0  # windows so far
+    inexact: int = 0  # those that were not exact
+    unreported: bool = False  # the other ranks do not know of one of them yet
+    recorded: bool = False  # the training is in the report
+    troubled: bool = False  # looking at a loss failed on this rank, and the other ranks do not know it yet
+    aside: bool = False  # the training is stock's
     _last_inexact: int = -1
 
     def note_inexact(self, number: int | None = None, windows: int = 1) -> None:

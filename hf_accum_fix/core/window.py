@@ -13,21 +13,21 @@ by ``N seen / N predicted``, and is divided by that before the optimizer step, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.items import Counts, count_by_rules
 from hf_accum_fix.accumulation.look import is_of_forward
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Weighed, weigh
 from hf_accum_fix.core.contracts import settle
-from hf_accum_fix.core.count import WindowCounts, count_window
+from hf_accum_fix.core.count import count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
-from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import AccumFixError, StandAsideError
@@ -37,50 +37,34 @@ _READING = "comparing a window's counts with those predicted"
 
 @dataclass(eq=False)
 class Window:
-    """The micro-batches of one optimizer step on this rank.
+    """The micro-batches of one optimizer step on this rank."""
 
-    Attributes:
-        host: of the training.
-        batches: the micro-batches.
-        counts: of all ranks.
-        done: micro-batches that were run.
-        value: the logged loss, summed over them, 0-dim.
-        ended: it was closed.
-        copied: losses of copies or parts of its micro-batches were weighted.
-        stock_number: num_items_in_batch as the stock Trainer has it.
-    """
-
-    host: Host
-    batches: list[Any]
-    counts: WindowCounts
-    done: int = 0
-    value: Tensor | None = None
-    ended: bool = False
-    copied: bool = False
-    stock_number: Any = None
-
-    @property
-    def part(self) -> Part:
-        """Its denominators, and what its micro-batches have divided by."""
-        return self.counts.part
+    host: Host  # of the training
+    batches: list[Any]  # the micro-batches
+    part: Part  # its denominators, and what its micro-batches have divided by
+    each: list[Counts] = field(default_factory=list)  # items of each micro-batch (see `core.count.Counted`)
+    number: Tensor | None = None  # as upstream counts over all ranks, 0-dim; None: upstream does not
+    done: int = 0  # micro-batches that were run
+    value: Tensor | None = None  # the logged loss, summed over them, 0-dim
+    ended: bool = False  # it was closed
+    stock_number: Any = None  # num_items_in_batch as the stock Trainer has it
 
     def items_of(self, batch: Any) -> Counts:
         """Items of a micro-batch by each rule, 0-dim; a copy or a part of one is counted again."""
-        for one, items in zip(self.batches, self.counts.each, strict=False):
+        for one, items in zip(self.batches, self.each, strict=False):
             if one is batch:
                 return items
-        self.copied = True
         return count_by_rules(self.part.contract.rules, [batch], self.part.device)[0][0]
 
     def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
         """Weight the loss of a micro-batch before its backward; ``inputs``: of its forward (see `weigh.weigh`)."""
         return weigh(loss, self.part, inputs, self.items_of(batch), captured)
 
-    def average(self, loss: Tensor, divided: int = 1) -> Weighed:
-        """A loss that was scaled by its rule, over G; ``divided``: the part of G by which it was divided already."""
-        steps, by_engine = len(self.batches), divided * self.part.engine_divisor
+    def average(self, loss: Tensor) -> Weighed:
+        """A loss that was scaled by its rule, over G."""
+        steps, by_engine = len(self.batches), self.part.engine_divisor
         # New tensors: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
-        value = loss.detach() * 1.0 if divided == steps else loss.detach() * divided / steps
+        value = loss.detach() * 1.0 if steps == 1 else loss.detach() / steps
         if self.host.coupled is not None:
             self.host.coupled.note(value)
         return Weighed(loss * 1.0 if by_engine == steps else loss * by_engine / steps, value)
@@ -95,40 +79,55 @@ class Window:
         Returns:
             What gradient and ``value`` were multiplied by; None: nothing.
         """
-        host, state, part, loss = self.host, self.host.state, self.part, self.host.state.loss
+        host, loss = self.host, self.host.state.loss
         self.ended = True
         host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
-        may_change = state.opened < ATTEMPTS and loss.contract is not None and loss.contract.is_read
+        may_change = host.state.opened == 1 and loss.contract is not None and loss.contract.is_read
         if may_change and host.knows_other_ranks and host.is_split:
             loss.reconsider()
         if not self.batches:
             return None
-        if skipped := len(self.batches) - self.done:
-            host.report_inexact(f"{skipped} of its micro-batches were skipped")
-        if self.copied:
-            part.plan(self.counts.each)
-        times = self._correction()
-        unread = host.contained(_READING, self._differs, None)
-        if unread is not None:
-            state.unread = state.unread + unread.long()
-        loss.mixed = part.mixed
-        if host.knows_other_ranks and (part.changed or (isinstance(times, float) and part.contract.rules)):
-            loss.reconsider()
+        times = self._correction(host.contained(_READING, self._compare, None))
         if times is not None:
+            if self.part.contract.rules and isinstance(times, float) and host.knows_other_ranks:
+                loss.reconsider()
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
         host.check_reached(times)
         return times
 
-    def _correction(self) -> Tensor | float | None:
+    def _compare(self) -> Tensor | None:
+        """Report a loss that changed, or counts other than predicted; items seen and predicted, [2]; None: no count."""
+        host, part, state = self.host, self.part, self.host.state
+        if skipped := len(self.batches) - self.done:
+            host.report_inexact(f"{skipped} of its micro-batches were skipped")
+        counts = part.summed() if part.is_corrected and part.counted else None
+        state.loss.mixed = state.loss.mixed + 1 if part.mixed else 0
+        if part.changed:
+            host.report_inexact(part.changed)
+            if host.knows_other_ranks:
+                state.loss.reconsider()
+            return counts
+        differs = part.broken()
+        if differs is not None and not host.readable:
+            state.unread = state.unread + differs.long()
+        elif differs is not None and bool(differs):
+            state.differs, why = True, OTHER_COUNTS
+            if part.counted:
+                seen, predicted = part.summed().tolist()
+                kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
+                why = f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}"
+            host.report_inexact(why)
+        return counts
+
+    def _correction(self, counts: Tensor | None) -> Tensor | float | None:
         """Predicted over seen items, the factor for gradient and logged loss; None: 1."""
-        host, part, several = self.host, self.part, self.host.data_ranks > 1
-        if not part.is_corrected or not (several or part.counted):
+        host, several = self.host, self.host.data_ranks > 1
+        if counts is None and not (several and self.part.is_corrected):
             return None
-        read = host.contained(_READING, part.counts, None)
-        # The other ranks wait for a rank whose counts cannot be read.
-        sums = torch.stack([host.zero, host.zero]) if read is None else read
+        # The other ranks wait for a rank without counts.
+        sums = torch.stack([host.zero, host.zero]) if counts is None else counts
         sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
         if not host.readable:
@@ -137,23 +136,6 @@ class Window:
         seen, predicted = sums.tolist()
         times = (predicted or 1.0) / seen if seen else 1.0
         return None if abs(times - 1) <= 1e-12 else times
-
-    def _differs(self) -> Tensor | None:
-        """Report a loss that changed, or counts other than predicted; returns what to read later."""
-        host, part, differs = self.host, self.part, self.part.broken()
-        if differs is not None and not (host.readable or part.changed):
-            return differs
-        if part.changed:
-            host.report_inexact(part.changed)
-        elif differs is not None and bool(differs):
-            host.state.differs = True
-            why = OTHER_COUNTS
-            if part.counted:
-                seen, predicted = part.counts().tolist()
-                kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
-                why = f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}"
-            host.report_inexact(why)
-        return None
 
 
 def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> Window:
@@ -168,16 +150,16 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
     Raises:
         StandAsideError: looking failed on a rank, or the loss cannot be read, so that all train as stock.
     """
-    counts, asked = None, False
-    while counts is None:
+    counted, asked = None, False
+    while counted is None:
         # Once more where a rank has a changed loss.
         settle(host, batches, number, error, asked=asked)
-        if host.contract is not None and host.contract.as_stock:
+        if host.contract is not None and host.contract.reduction is Reduction.STOCK:
             raise StandAsideError
-        counts, asked = count_window(host, batches, number, error), True
+        counted, asked = count_window(host, batches, number, error), True
     if host.readable:
         host.contained("reading what windows have shown", host.read, None)
-    return Window(host, list(batches), counts)
+    return Window(host, list(batches), *counted)
 
 
 def open_unless_aside(

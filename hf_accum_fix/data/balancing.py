@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler, IterableDataset
 from tqdm.auto import tqdm
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.data.packing import MicroBatch, pack, padded_tokens
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
@@ -37,7 +37,7 @@ _ROWS_AT_ONCE = 10_000
 
 def unfit(contract: LossContract) -> str | None:
     """The reason why windows of this loss must not be length-balanced; None: they may."""
-    if contract.reduction is Reduction.PLAIN and contract.conclusive:
+    if contract.conclusive and not contract.is_weighed:
         return contract.reason
     return None
 

@@ -1,13 +1,8 @@
 """The overrides of the Trainer's methods.
 
-Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, by the patch on the Trainer class and by
+Each is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, by the patch on the Trainer class and by
 `GlobalBatchMixin` through ``super()``; ``wrapped`` is the bound original. If both are active, the inner call passes
 through.
-
-    train              refuse setups that cannot be exact, before anything runs            (training, loader)
-    get_batch_samples  count the window; on the first one, observe the loss                (training, session)
-    training_step      pass accelerate the weighted loss, and return the one to log        (micro_batch)
-    compute_loss       inside a micro-batch, the loss before any release's scaling         (micro_batch)
 """
 
 from __future__ import annotations
@@ -15,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_accum_fix.overrides.micro_batch import compute_loss, training_step
-from hf_accum_fix.overrides.training import get_batch_samples, hand_back, train
+from hf_accum_fix.overrides.step import compute_loss, get_batch_samples, training_step
+from hf_accum_fix.overrides.training import hand_back, train
 
 __all__ = ["OVERRIDES", "compute_loss", "get_batch_samples", "hand_back", "train", "training_step"]
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
-    "train": train,
-    "get_batch_samples": get_batch_samples,
-    "training_step": training_step,
-    "compute_loss": compute_loss,
+    each.__name__: each for each in (train, get_batch_samples, training_step, compute_loss)
 }

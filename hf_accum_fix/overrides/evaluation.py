@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.core.contracts import settle
+from hf_accum_fix.data.duplicates import LastRound
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.trainer_facts import compute_loss_of, hands_number
+from hf_accum_fix.overrides.trainer_facts import compute_loss_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 
@@ -30,10 +30,11 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
 
     The contract comes from training; before any training the loss is observed on the first batch.
     """
-    session = session_of(trainer, options)
-    if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
+    original_step = trainer.prediction_step
+    if not options.eval_loss or not enabled() or getattr(original_step, "__module__", "") == __name__:
+        # The inner call of a class that is also patched.
         return wrapped(*args, **kwargs)
-    original_step, device = trainer.prediction_step, trainer.args.device
+    session, device = session_of(trainer, options), trainer.args.device
     sums = torch.zeros(2, dtype=count_dtype(device), device=device)
     refused: list[str] = []
 
@@ -53,26 +54,22 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
         with overridden(trainer, "compute_loss", with_number):
             # The loss may remove the labels from its inputs.
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
-        loss, real = result[0], _real_rows(trainer, inputs)
-        counted = dict(inputs) if real is None else _without_filling(rule, inputs, real)
-        if own_func or real is not None or contract.has_router_loss:
+        loss, counted = result[0], _without_filling(trainer, rule, inputs)
+        if own_func or counted is not None or contract.has_router_loss:
             with torch.no_grad():
                 loss, outputs = loss_alone(trainer, model, counted or dict(inputs))
             router = contract.weighted_router_loss(outputs)
             loss = loss if router is None else loss - router.to(loss.device)
         if loss is None:
             refused.append("prediction_step returned no loss")
-        elif counted:
-            items = rule.count(counted, device)
+        elif counted is None or counted:
+            items = rule.count(inputs if counted is None else counted, device)
             sums.add_(torch.stack([torch.where(items > 0, loss.to(sums) * items, torch.zeros_like(items)), items]))
         return result
 
-    with (
-        overridden(session, "busy", session.busy | {"evaluation_loop"}),
-        overridden(trainer, "prediction_step", prediction_step),
-    ):
+    with overridden(trainer, "prediction_step", prediction_step):
         output = wrapped(*args, **kwargs)
-    total, items = trainer.accelerator.reduce(sums, reduction="sum") if session.world_size > 1 else sums
+    total, items = session.summed(sums) if session.world_size > 1 else sums
     # The fifth argument in every release.
     name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
     if refused:
@@ -84,10 +81,9 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
 
 def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContract, str]:
     """How the loss of a batch is reduced, and why it has no mean over items; empty: it has."""
-    if session.contract is None or session.world_size == 1:
-        settle(session, [inputs])
     contract = session.contract
-    assert contract is not None
+    if contract is None or session.world_size == 1:
+        contract = session.settled([inputs])
     if session.labels_of(inputs) != session.state.loss.labels:
         return contract, "its batches have other labels than those the loss was observed on"
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
@@ -96,26 +92,19 @@ def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContr
     return contract, "" if has_mean else f"the loss {contract.reduction.words} ({contract.reason})"
 
 
-def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int | None:
-    """Samples of this rank's batch that are not repeated to fill it up; None: all."""
+def _without_filling(trainer: TrainerLike, items: Items, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A batch with only the targets of samples that do not fill up the ranks' last one; None: no rank has others."""
     state, rows, ranks = trainer.accelerator.gradient_state, sample_count(inputs), trainer.args.world_size
-    if ranks == 1 or not state.end_of_dataloader or not 0 < int(state.remainder) < rows * ranks:
+    last = LastRound(int(state.remainder), rows, ranks, trainer.args.process_index)
+    if ranks == 1 or not state.end_of_dataloader or last.samples <= 0 or last.repeated <= 0:
         return None
-    return min(rows, max(0, int(state.remainder) - trainer.args.process_index * rows))
-
-
-def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
-    """The batch with only the targets of its first ``real`` samples; empty if there are none."""
-    if real == 0:
+    if not last.own:
         return {}
     target = inputs.get(items.keys[0]) if items.keys else None
     if isinstance(target, Tensor) and items.ignore_index is not None and not target.is_floating_point():
-        masked = {key: inputs[key].clone() for key in items.keys}
-        for each in masked.values():
-            each[real:] = items.ignore_index
-        return {**inputs, **masked}
-    rows = sample_count(inputs)
-    return {key: value[:real] if has_rows(value) and len(value) == rows else value for key, value in inputs.items()}
+        filling = torch.arange(last.own, rows, device=target.device)
+        return {**inputs, **{key: inputs[key].index_fill(0, filling, items.ignore_index) for key in items.keys}}
+    return {key: each[: last.own] if has_rows(each) and len(each) == rows else each for key, each in inputs.items()}
 
 
 def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -125,15 +114,10 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
     """
     session: Session = vars(trainer)[SESSION]
-    contract, given, number = session.contract, dict[str, Any](), None
+    contract, number, custom = session.contract, None, compute_loss_of(trainer)
     assert contract is not None
-    custom, rule = session.custom_loss if model.training else compute_loss_of(trainer), contract.items
-    if custom is not None:
-        given["return_outputs"] = True
-    if rule is not None and (session.func is not None if custom is None else contract.by_number):
-        number = contract.as_number(rule.count(inputs, session.device))
-        if custom is not None and hands_number(custom):
-            # It may need one; if it multiplies by W, the number is W times this count.
-            given["num_items_in_batch"] = number * (session.data_ranks if contract.takes_world_size else 1)
+    if contract.items is not None and (session.func is not None if custom is None else contract.by_number):
+        times = session.data_ranks if contract.takes_world_size else 1
+        number = contract.as_number(contract.items.count(inputs, session.device)) * times
     with trainer.accelerator.autocast():
-        return session.loss_in_training(custom, model, inputs, number, **given)
+        return session.loss_in_training(model, inputs, number, **({} if custom is None else {"return_outputs": True}))

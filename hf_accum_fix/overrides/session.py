@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import transformers
 from torch import Tensor, nn
@@ -16,11 +17,11 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.preserve import PythonState, overridden
 from hf_accum_fix.accumulation.scaling import loss_of_outputs
 from hf_accum_fix.core.contracts import settle
-from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Facts, Host
+from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Host
 from hf_accum_fix.core.state import LossState
 from hf_accum_fix.core.window import Window, open_unless_aside
 from hf_accum_fix.coupled.coupled_loss import planned
@@ -50,53 +51,44 @@ MARKER = "hf_accum_fix"
 Original: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any]
-#: (model, inputs, the number that a custom ``compute_loss`` passed on) -> (loss, outputs) of the base's.
-BaseLoss: TypeAlias = Callable[[nn.Module, Mapping[str, Any], Any], tuple[Tensor, Any]]
+#: The sessions of running trainings.
+TRAINING: Final[list[Session]] = []
 
 
 class Session(Host):
     """One training of a Trainer: its ranks and engine, its loss, and its state between windows.
 
     Attributes:
-        window: the open one; None: there is none.
-        base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
-        func: the trainer's ``compute_loss_func``; None: it has none.
-        computed_by: what computed the loss when it was observed.
-        requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
+        owns_labels: the trainer computes the loss from the labels, which the model does not get.
         kept_back: see `LossRun`.
-        uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
-        busy: running overrides, so that a nested call passes through.
-        refused: an error of ours in a micro-batch, which a custom training_step may have caught.
+        is_counted: the window that is fetched has a number.
         context_parallel: its step would cut samples.
-        finite: 0 while the loss of every window was finite, else nan.
     """
 
     accelerator: AcceleratorLike
     has_stock = True
-    window: Window | None = None
-    base_loss: BaseLoss | None = None
-    func: Callable[..., Any] | None = None
-    computed_by: tuple[Any, ...] = ()
-    requires_number = False
+    window: Window | None = None  # the open one; None: there is none
+    #: the base's ``compute_loss`` in a micro-batch, or an observed forward: (model, inputs, the number that a custom
+    #: one passed on) -> (loss, outputs); None: upstream's.
+    base_loss: Callable[[nn.Module, Mapping[str, Any], Any], tuple[Tensor, Any]] | None = None
+    func: Callable[..., Any] | None = None  # the trainer's ``compute_loss_func``; None: it has none
+    owns_labels = False
+    computed_by: tuple[Any, ...] = ()  # what computed the loss when it was observed
     kept_back = 0
-    uncounted: list[Any] | None = None
-    busy: frozenset[str] = frozenset()
+    upstream_numbers: Sequence[Any] = ()  # what upstream has counted of the window that is fetched, on this rank
+    is_counted = False
+    #: an error of ours in a micro-batch, which a custom training_step may have caught.
     refused: AccumFixError | None = None
-    context_parallel = False
-    finite: Tensor | float = 0.0
+    finite: Tensor | float = 0.0  # 0 while the loss of every window was finite, else nan
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)
         super().__init__(options)
-        self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
+        self.name, self.trainer, self.accelerator = type(trainer).__name__, trainer, trainer.accelerator
+        args = trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
         self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
         self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """See `Host`."""
-        return type(self.trainer).__name__
 
     @property
     def head(self) -> str:
@@ -112,28 +104,7 @@ class Session(Host):
 
     @property
     def trained(self) -> nn.Module:  # type: ignore[override]
-        """See `Host`."""
         return self.trainer.model_wrapped  # type: ignore[no-any-return]
-
-    @property
-    def scales_itself(self) -> bool:  # type: ignore[override]
-        """See `Host`."""
-        return facts_of.scales_itself(self.trainer)
-
-    @property
-    def owns_labels(self) -> bool:
-        """Whether the trainer computes the loss from the labels, which the model does not get."""
-        return self.func is not None or self.trainer.label_smoother is not None
-
-    @property
-    def accepts_number(self) -> bool:
-        """Whether the model or the compute_loss_func gets num_items_in_batch."""
-        return self.passes_number or self.func is not None
-
-    @property
-    def custom_loss(self) -> Callable[..., Any] | None:
-        """The custom loss that is trained; None: it is the base's."""
-        return facts_of.compute_loss_of(self.trainer)
 
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
@@ -163,7 +134,14 @@ class Session(Host):
             for each in batches:
                 cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
         self.complete_shards(batches)
-        self.trainer.state.stateful_callbacks[MARKER] = {"active": True}
+        state = self.trainer.state
+        if state.global_step and not self.state.opened and MARKER not in state.stateful_callbacks:
+            self.warn_once(
+                "resumed",
+                f"step {state.global_step} was reached without hf_accum_fix; from here on gradient and log are of "
+                "the global batch, and learning rate, clipping and the curve may not match the earlier steps",
+            )
+        state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is None:
@@ -177,7 +155,11 @@ class Session(Host):
             )
         return window
 
-    # --- its loss, run outside of a micro-batch ----------------------------------------------------------------------
+    def settled(self, batches: Sequence[Any]) -> LossContract:
+        """How its loss is reduced, observed on the micro-batches of one window, in training or outside."""
+        settle(self, batches)
+        assert self.contract is not None
+        return self.contract
 
     def unscaled_loss(self, model: nn.Module, given: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         """The base Trainer's loss, before any release's scaling.
@@ -210,33 +192,30 @@ class Session(Host):
         return loss, outputs
 
     def loss_in_training(
-        self, custom: Callable[..., Any] | None, model: nn.Module, inputs: Any, number: Tensor | None, **given: Any
+        self, model: nn.Module, inputs: Any, number: Tensor | None, **given: Any
     ) -> tuple[Tensor, Any]:
-        """The loss of fetched inputs as in training, and outputs if they are returned.
+        """The loss of fetched inputs as in training, and the outputs if they are returned.
 
-        The base's loss gets the ``number``, a ``custom`` one what is ``given``, and the number if training passes one.
+        The base's loss gets the ``number``; a custom one gets it if training passes one, and what else is ``given``.
         """
+        custom, calls = facts_of.compute_loss_of(self.trainer), list[bool]()
 
         def base(model: nn.Module, inputs: Mapping[str, Any], passed: Any) -> tuple[Tensor, Any]:
-            # Without a number a model returns its own mean.
-            if custom is None or self.requires_number:
+            if self.requires_number:
                 return self.unscaled_loss(model, inputs, number)
             calls.append(passed is not None and self.passes_number)
             self.kept_back = max(self.kept_back, sum(calls))
+            # Without a number a model returns its own mean.
             return self.unscaled_loss(model, inputs, None)
 
-        calls = list[bool]()
-        with ExitStack() as stack:
-            inputs = self.trainer._prepare_inputs(inputs)
-            stack.enter_context(self.trainer.compute_loss_context_manager())
-            if self.context_parallel:
-                stack.enter_context(attention_over_ranks(self.accelerator, inputs)())
+        inputs = self.trainer._prepare_inputs(inputs)
+        attention = attention_over_ranks(self.accelerator, inputs) if self.context_parallel else nullcontext
+        with self.trainer.compute_loss_context_manager(), attention():
             if custom is None:
-                return base(model, inputs, number)
-            stack.enter_context(overridden(self, "base_loss", base))
-            if facts_of.hands_number(custom):
-                given = {"num_items_in_batch": number, **given}
-            result = custom(model, inputs, **given)
+                return self.unscaled_loss(model, inputs, number)
+            with overridden(self, "base_loss", base):
+                passed = {"num_items_in_batch": number} if facts_of.hands_number(custom) else {}
+                result = custom(model, inputs, **passed, **given)
         return result if isinstance(result, tuple) else (result, None)
 
     @contextmanager
@@ -249,7 +228,7 @@ class Session(Host):
             overridden(trainer, "current_gradient_accumulation_steps", len(batches)),
         ):
             yield LossRun(
-                lambda inputs, number: self.loss_in_training(self.custom_loss, model, inputs, number)[0],
+                lambda inputs, number: self.loss_in_training(model, inputs, number)[0],
                 model,
                 self.device,
                 self.bare(trainer.model),
@@ -269,15 +248,14 @@ class Session(Host):
             trainer.optimizer.train()
         with self.run(batches) as run:
             run.model.train()
-            with nullcontext() if self.custom_loss is None else PythonState(trainer, leave=run.leave):
+            with nullcontext() if facts_of.compute_loss_of(trainer) is None else PythonState(trainer, leave=run.leave):
                 yield run
-
-    # --- how it is reduced -------------------------------------------------------------------------------------------
 
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
         trainer, given = self.trainer, self.options.contract
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
-        self.func = getattr(trainer, "compute_loss_func", None)
+        self.func, self.scales_itself = getattr(trainer, "compute_loss_func", None), facts_of.scales_itself(trainer)
+        self.owns_labels = self.func is not None or trainer.label_smoother is not None
         computed_by = (accepts, self.func, trainer.label_smoother)
         if self.computed_by == computed_by:
             return
@@ -294,48 +272,36 @@ class Session(Host):
                 "num_items_in_batch; expected Reduction.MEAN, or set model_accepts_loss_kwargs = True"
             )
 
-    def facts(self, batches: Sequence[Any], number: Any) -> Facts:
-        trainer, compute_loss, func = self.trainer, self.custom_loss, self.func
+    def facts(self, batches: Sequence[Any], number: Any) -> Setting | LossContract:
+        trainer, bare, custom = self.trainer, self.bare(self.trainer.model), facts_of.compute_loss_of(self.trainer)
+        of_base = custom is None and self.func is None
         # Where nothing is counted, training passes None.
-        counts = number is not None or facts_of.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
-        handed = compute_loss is not None and facts_of.hands_number(compute_loss) and counts
-        shows = "once" if self.passes_number and compute_loss is None else "none"
-        bare = self.bare(trainer.model)
+        counts = self.is_counted or not trainer.is_in_train
+        handed = self.requires_number or (custom is not None and facts_of.hands_number(custom) and counts)
+        own_steps, own_ranks = facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.data_ranks)
         setting = self.setting(
             bare,
-            handed="all" if handed or self.requires_number else shows,
+            handed="all" if handed else "once" if self.passes_number and custom is None else "none",
             hands_number=self.requires_number,
-            custom=compute_loss is not None,
-            func=func is not None,
-            own=facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.data_ranks),
-            own_steps=facts_of.own_numbers(trainer, {self.steps, len(batches)}, 1),
-            has_stock=compute_loss is not None or func is not None or not _NUMBER_DROPPED,
-            has_z_loss=compute_loss is None and func is None and has_z_loss(bare),
+            custom=custom is not None,
+            func=self.func is not None,
+            own=own_steps | own_ranks,
+            own_steps=own_steps,
+            has_stock=not (of_base and _NUMBER_DROPPED),
+            has_z_loss=of_base and has_z_loss(bare),
             upstream_number=None if number is None else float(number),
         )
-        made_later = not all(isinstance(batch, Mapping) for batch in batches)
-        if made_later or facts_of.replaces_step(trainer):
-            reason = MADE_LATER if made_later else MADE_BY_STEP
-            plain = LossContract(Reduction.PLAIN, custom=True, as_stock=True, doubt=reason, reason=reason)
-            return Facts(setting, unobserved=plain)
+        reason = MADE_BY_STEP if facts_of.replaces_step(trainer) else ""
+        if reason := reason if all(isinstance(batch, Mapping) for batch in batches) else MADE_LATER:
+            return LossContract(Reduction.STOCK, custom=True, doubt=reason, reason=reason)
         doubt = ""
         if any(map(has_own_hooks, self.model.parameters())):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
-        if self.cuts_samples and compute_loss is None and type(trainer.label_smoother) is LabelSmoother:
-            # One part of a sample shows no count.
-            if any(router_coefficients(bare)):
-                doubt = "a router loss is added to smoothed labels"
-            smoothed = LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
-            return Facts(setting, unobserved=smoothed)
-        return Facts(setting, doubt=doubt)
-
-
-def settled_contract(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:
-    """The contract of a trainer's loss, observed on the micro-batches of one window outside of training."""
-    session = session_of(trainer, options)
-    settle(session, window)
-    assert session.contract is not None
-    return session.contract
+        if not (self.cuts_samples and custom is None and type(trainer.label_smoother) is LabelSmoother):
+            return replace(setting, doubt=doubt)
+        # One part of a sample shows no count.
+        doubt = "a router loss is added to smoothed labels" if any(router_coefficients(bare)) else doubt
+        return LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
 
 
 def session_of(trainer: TrainerLike, options: Options, *, new: bool = False) -> Session:

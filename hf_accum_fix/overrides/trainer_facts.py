@@ -11,11 +11,14 @@ from typing import Any
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.declared import has_parameter
+from hf_accum_fix.engines.sample_shards import axis_size
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: The modules of the base Trainer, with and without the patch.
 _OURS = ("hf_accum_fix.trainer", Trainer.__module__)
-_MICRO_BATCH = "hf_accum_fix.overrides.micro_batch"
+_STEP = "hf_accum_fix.overrides.step"
+#: Stands for calls that cannot be read, among the names in code.
+_UNREADABLE = "?"
 #: Names of the number of ranks.
 _RANKS = {"num_processes", "world_size", "get_world_size", "n_gpu"}
 
@@ -27,21 +30,13 @@ def data_ranks(trainer: TrainerLike) -> int:
 
 def parallel_size(trainer: TrainerLike, axis: str) -> int:
     """Size of a parallel dimension, "tp", "cp" or "sp"."""
-    size = getattr(trainer, f"get_{axis}_size", None)
-    if size is not None:
-        return int(size())
-    config = getattr(trainer.accelerator, "parallelism_config", None)
-    return int(getattr(config, f"{axis}_size", 1) or 1)
+    own = getattr(trainer, f"get_{axis}_size", None)
+    return axis_size(trainer.accelerator, axis) if own is None else int(own())
 
 
 def release_counts_windows() -> bool:
     """Whether the release's Trainer counts the items of a window: 4.46 and later."""
     return hasattr(Trainer, "get_batch_samples")
-
-
-def averages_tokens(trainer: TrainerLike) -> bool:
-    """Whether the release's Trainer counts the items of all ranks."""
-    return bool(getattr(trainer.args, "average_tokens_across_devices", False))
 
 
 def hands_number(compute_loss: Callable[..., Any]) -> bool:
@@ -59,13 +54,11 @@ def scales_itself(trainer: TrainerLike) -> bool:
     return (func is not None and not callable(func)) if declared is None else bool(declared)
 
 
-def is_custom(trainer: TrainerLike, *methods: str) -> bool:
-    """Whether one of these methods is not the base's; that of a running micro-batch does not count."""
-    held = [vars(trainer)[name] for name in methods if name in vars(trainer)]
-    defining = (next((cls for cls in type(trainer).__mro__ if name in vars(cls)), Trainer) for name in methods)
-    return any(getattr(each, "__module__", "") != _MICRO_BATCH for each in held) or any(
-        cls.__module__ not in _OURS for cls in defining
-    )
+def is_custom(trainer: TrainerLike, method: str) -> bool:
+    """Whether a method is not the base's; that of a running micro-batch does not count."""
+    held = getattr(vars(trainer).get(method), "__module__", _STEP)
+    defined = next((cls.__module__ for cls in type(trainer).__mro__ if method in vars(cls)), Trainer.__module__)
+    return held != _STEP or defined not in _OURS
 
 
 def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
@@ -74,63 +67,58 @@ def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
 
 
 def replaces_step(trainer: TrainerLike) -> bool:
-    """Whether a custom ``training_step`` never calls the base's, as its code shows.
+    """Whether a custom ``training_step`` never calls the base's, as its code shows; False if that cannot be read.
 
     It is not run to find out, since a step may change what it is run on.
     """
-    steps: list[Any] = [vars(trainer).get("training_step")]
-    for cls in takewhile(lambda cls: cls.__module__ not in _OURS, type(trainer).__mro__):
-        steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
-    bare = (inspect.unwrap(step) for step in steps if step is not None)
-    return any(getattr(each, "__module__", "") not in _OURS and not _calls_base(type(trainer), each) for each in bare)
+    own = takewhile(lambda cls: cls.__module__ not in _OURS, type(trainer).__mro__)
+    steps = [inspect.unwrap(step) for each in (trainer, *own) if (step := vars(each).get("training_step")) is not None]
+    custom = [each for each in steps if getattr(each, "__module__", "") not in _OURS]
+    return any(not {"training_step", _UNREADABLE} & _named_in(type(trainer), each) for each in custom)
 
 
-def _calls_base(cls: type, function: Any) -> bool:
-    """Whether a method names ``training_step``, or what its code leads to does; True if that is unknown."""
-    # A wrapper's closure has what it calls.
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    if not hasattr(function, "__code__") or any(callable(each) and not isinstance(each, type) for each in held):
-        return True
-    return "training_step" in names_below(cls, function)
+def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The numbers above 1 among G (``steps``) and W that the code of the trainer's own loss or step names: of G, of W.
+
+    A trainer that declares its scale has none.
+    """
+    declares = getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer)
+    # A constructor may keep them.
+    own = [getattr(trainer, each) for each in ("compute_loss", "training_step", "__init__") if is_custom(trainer, each)]
+    func = getattr(trainer, "compute_loss_func", None)
+    names = set[str]() if declares else _named_in(type(trainer), *own, *([] if func is None else [func]))
+    of_steps = {each for each in steps if each > 1 and any("accum" in name for name in names)}
+    return frozenset(of_steps), frozenset({ranks} if ranks > 1 and names & _RANKS else ())
 
 
-def names_below(cls: type, *functions: Any) -> set[str]:
-    """What the code of methods names, and that of the functions it leads to: of its class, closures and own modules."""
-    pending, seen, found = [*functions], set[Any](), set[str]()
+def _named_in(cls: type, *functions: Any) -> set[str]:
+    """What the code of functions names, and of those it leads to: of its class, closures and own modules.
+
+    `_UNREADABLE` is among them if the first is no function, or wraps what it calls.
+    """
+    pending, seen, found = [*functions], set[CodeType](), set[str]()
     while pending:
         function = inspect.unwrap(pending.pop())
-        if not hasattr(function, "__code__") or function.__code__ in seen or function.__module__ == Trainer.__module__:
+        code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+        held = [cell.cell_contents for cell in cells if cell != CellType()]
+        if not found and (code is None or any(callable(each) and not isinstance(each, type) for each in held)):
+            # A wrapper's closure has what it calls.
+            found.add(_UNREADABLE)
+        if code is None or code in seen or function.__module__ == Trainer.__module__:
             continue
-        codes, names = [function.__code__], set[str]()
-        for code in codes:
-            words = (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
-            names |= {*code.co_names, *code.co_freevars, *words}
-            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        seen.add(function.__code__)
+        seen.add(code)
+        codes, names = [code], set[str]()
+        for each in codes:
+            words = {word for word in each.co_consts if isinstance(word, str) and word.isidentifier()}
+            names |= {*each.co_names, *each.co_freevars, *words}
+            codes += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
         found |= names
-        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-        held += [
-            space[name] for name in names for space in (*map(vars, cls.__mro__), function.__globals__) if name in space
-        ]
+        spaces = (*map(vars, cls.__mro__), function.__globals__)
+        held += [space[name] for name in names for space in spaces if name in space]
         root = function.__module__.partition(".")[0]
         # Other packages name the steps for reasons of their own.
         pending += [each for each in held if inspect.isfunction(each) and each.__module__.partition(".")[0] == root]
     return found
-
-
-def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> frozenset[int]:
-    """G and W, those above 1, if the code of the trainer's own loss or step names the accumulation steps or the ranks.
-
-    A trainer that declares its scale has no other.
-    """
-    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer):
-        return frozenset()
-    # A constructor may keep them.
-    own = (each for each in ("compute_loss", "training_step", "__init__") if is_custom(trainer, each))
-    methods = [getattr(trainer, each) for each in own]
-    names = names_below(type(trainer), *methods, getattr(trainer, "compute_loss_func", None))
-    found = {*(steps if any("accum" in name for name in names) else ()), *((ranks,) if names & _RANKS else ())}
-    return frozenset(each for each in found if each > 1)
 
 
 def counts_itself(trainer: TrainerLike) -> bool:

@@ -1,62 +1,65 @@
-"""``train``, ``get_batch_samples``, and all that one training replaces: refused setups, windows, log, checkpoint."""
+"""One training: ``train``, the setups it refuses, what it replaces while it runs, its log and its dataloader."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from operator import length_hint
 from typing import Any, Final
 
-import torch
 import transformers
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from accelerate.data_loader import DataLoaderStateMixin
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.core.window import Window
-from hf_accum_fix.engines.engine import is_being_made
-from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards, is_one_of
-from hf_accum_fix.errors import SeamError, UnsupportedSetupError
-from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.loader import get_train_dataloader, skip_first_batches
-from hf_accum_fix.overrides.session import MARKER, Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.trainer_facts import averages_tokens, counts_itself, is_custom, parallel_size
+from hf_accum_fix.data.balancing import BalancedStream, Dealer
+from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.data.whole_windows import WholeWindows
+from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards, is_one_of, skip_shards
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.options import BalanceOptions, Options, enabled
+from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.overrides.step import backward, check_step, clip, counted
+from hf_accum_fix.overrides.trainer_facts import parallel_size, release_counts_windows
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import CUTS
 
 #: Name in the log of the number of exact windows, once one was not.
-EXACT_WINDOWS = "hf_accum_fix/exact_windows"
-#: The running trainings.
-_TRAINING: Final[list[Session]] = []
+EXACT_WINDOWS: Final = "hf_accum_fix/exact_windows"
+#: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
+DEALER: Final = "_hf_accum_fix_dealer"
+_WRAPPED: Final = (WholeWindows, WithoutDuplicates, BalancedStream)
 
 
 def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Refuse unsupported setups, train in a new session, and at the end give the warnings kept on the device."""
-    if not enabled() or any(each.trainer is trainer for each in _TRAINING):
+    if not enabled() or any(each.trainer is trainer for each in TRAINING):
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
     sizes = {axis: parallel_size(trainer, axis) for axis in ("cp", "sp")}
-    func = getattr(trainer, "compute_loss_func", None)
-    check_shards(type(trainer).__name__, sizes, options, func=func is not None)
+    has_func = getattr(trainer, "compute_loss_func", None) is not None
+    check_shards(type(trainer).__name__, sizes, options, func=has_func)
     session = session_of(trainer, options, new=True)
     session.warn_off(off)
-    _TRAINING.append(session)
+    TRAINING.append(session)
     try:
         with ExitStack() as stack:
             for holder, name, replacement in _replacements(session):
-                if hasattr(holder, name):
-                    stack.enter_context(overridden(holder, name, partial(replacement, session, getattr(holder, name))))
+                stack.enter_context(overridden(holder, name, partial(replacement, session, getattr(holder, name))))
             # torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it.
-            stack.enter_context(register_optimizer_step_pre_hook(lambda each, *_: _check_step(session, each)))
+            stack.enter_context(register_optimizer_step_pre_hook(lambda each, *_: check_step(session, each)))
             result = wrapped(*args, **kwargs)
     finally:
-        _TRAINING.remove(session)
+        TRAINING.remove(session)
         session.window = None
         session.gradient.drop()
     state = session.state
@@ -66,28 +69,17 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
 
 
 def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What a training replaces while it runs, where it exists; each function gets session and original first."""
+    """What a training replaces while it runs; each function gets session and original first."""
     trainer, accelerator = session.trainer, session.trainer.accelerator
     yield trainer, "get_train_dataloader", get_train_dataloader
     yield sys.modules[Trainer.__module__], "skip_first_batches", skip_first_batches
-    if is_custom(trainer, "get_batch_samples"):
-        yield trainer, "get_batch_samples", _count_returned
-    yield accelerator, "backward", _backward
-    yield accelerator, "clip_grad_norm_", _clip
+    if release_counts_windows():
+        yield trainer, "get_batch_samples", counted
+    yield accelerator, "backward", backward
+    yield accelerator, "clip_grad_norm_", clip
     yield trainer, "log", _log
-    yield trainer, "_load_callback_state", _resume
     if session.context_parallel:
         yield trainer, CUTS, _not_cut_again
-    if session.coupled is not None:
-        yield trainer, "_load_rng_state", _load_random_state
-
-
-def _load_random_state(session: Session, original: Original, *args: Any, **kwargs: Any) -> None:
-    """A checkpoint's random state, which upstream loads after it has fetched a window: the vectors are made anew."""
-    original(*args, **kwargs)
-    window, coupled = session.window, session.coupled
-    if coupled is not None and window is not None and window.done == 0:
-        session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
 
 
 def _not_cut_again(session: Session, original: Original, model: nn.Module, inputs: Any) -> Any:
@@ -95,167 +87,6 @@ def _not_cut_again(session: Session, original: Original, model: nn.Module, input
     if session.window is not None and is_one_of(inputs, session.window.batches):
         return attention_over_ranks(session.trainer.accelerator, inputs), inputs
     return original(model, inputs)
-
-
-def hand_back(options: Options) -> None:
-    """Let trainings with these options continue as stock: put the sum of an open window into ``.grad``."""
-    for session in _TRAINING:
-        if session.options is options:
-            session.gradient.finish()
-            # An open window is stock's from here on.
-            session.state.aside, session.window = True, None
-            session.state.note_inexact()
-
-
-# --- windows: counted over all ranks by one collective, before their first micro-batch -------------------------------
-
-
-def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
-    """Count the fetched window over all ranks, and return N instead of upstream's number."""
-    session = session_of(trainer, options)
-    if "get_batch_samples" in session.busy or not (session in _TRAINING or enabled()):
-        return wrapped(*args, **kwargs)
-    error: Exception | None = None
-    with overridden(session, "busy", session.busy | {"get_batch_samples"}):
-        try:
-            # Upstream's gather would be a second collective, which a rank without micro-batches does not join.
-            with overridden(trainer.args, "average_tokens_across_devices", False):
-                fetched, upstream_number = wrapped(*args, **kwargs)
-        except Exception as caught:
-            # Raised once the other ranks have it.
-            fetched, upstream_number, error = [], None, caught
-        if session.uncounted is not None and error is None:
-            session.uncounted.append(upstream_number)
-            return fetched, upstream_number
-        window = session.open(fetched, upstream_number, error)
-    if window is not None and counts_itself(trainer):
-        _stand_aside_for(session, window, upstream_number)
-    return fetched, _number_of(session, None if session.window is None else window, upstream_number)
-
-
-def _count_returned(session: Session, custom: Original, *args: Any, **kwargs: Any) -> Any:
-    """Count the result of a custom ``get_batch_samples``, which may change the batches, not its input."""
-    with overridden(session, "uncounted", []):
-        (fetched, number), upstream_numbers = custom(*args, **kwargs), session.uncounted
-    if not upstream_numbers:
-        return fetched, number
-    window = session.open(fetched, upstream_numbers[-1])
-    if number is not upstream_numbers[-1]:
-        # Other ranks may not know.
-        if window is not None and session.world_size == 1:
-            _stand_aside_for(session, window, number)
-        # A custom number stays.
-        return fetched, number
-    return fetched, _number_of(session, window, number)
-
-
-def _stand_aside_for(session: Session, window: Window, number: Any) -> None:
-    """Train as stock where a trainer counts the items that its model divides by in its own way."""
-    counts, contract = window.counts, window.part.contract
-    if number is None or contract.custom or not session.accepts_number or not session.reads_are_free:
-        return
-    of_all, total = float(number if session.world_size == 1 else counts.number or 0), float(counts.total)
-    if abs(of_all - total) > 1e-6 * total:
-        words = f"counts {of_all:g} items of a window that has {total:g}, by which its model divides in stock"
-        session.not_exact("own number", words)
-        session.state.aside, session.window = True, None
-
-
-def _number_of(session: Session, window: Window | None, upstream_number: Any) -> Any:
-    """num_items_in_batch for a ``compute_loss``."""
-    trainer = session.trainer
-    if window is None:
-        return stock_number(session, upstream_number)
-    counts, part = window.counts, window.part
-    contract, number, averages = part.contract, counts.number, averages_tokens(trainer)
-    # Of all ranks, or of this one.
-    window.stock_number = number.long() if number is not None and averages else upstream_number
-    if number is None:
-        return window.stock_number
-    if contract.items is not None and not contract.custom:
-        return counts.total.long()
-    if not contract.by_number:
-        return upstream_number
-    if part.is_whole:
-        if window.host.reads_are_free and counts.total != number:
-            n, upstreams = float(counts.total), float(number)
-            window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
-        return upstream_number
-    # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
-    multiplies = averages if contract.takes_world_size is None else contract.takes_world_size
-    return counts.total.long() if multiplies else counts.total / part.world_size
-
-
-def stock_number(session: Session, upstream_number: Any) -> Any:
-    """num_items_in_batch as the stock Trainer counts it, of all ranks where it does so: then a collective."""
-    averages = averages_tokens(session.trainer) and session.world_size > 1
-    if upstream_number is None or not averages:
-        return upstream_number
-    number = torch.as_tensor(upstream_number, device=session.device)
-    gathered: Tensor = session.trainer.accelerator.gather(number)  # type: ignore[attr-defined]
-    return gathered.sum()
-
-
-# --- a step: what comes from outside of a micro-batch ----------------------------------------------------------------
-
-
-def _backward(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """``accelerator.backward``, which warns of gradients from outside of a micro-batch."""
-    if session.base_loss is None and session.window is not None and not session.state.aside:
-        if session.accelerator.sync_gradients:
-            # The engine now reduces what is in .grad.
-            session.gradient.finish()
-        if session.is_split:
-            session.not_exact("second backward", "calls accelerator.backward outside Trainer.training_step")
-    return original(*args, **kwargs)
-
-
-def _check_step(session: Session, optimizer: Optimizer) -> None:
-    """Refuse an optimizer step without a micro-batch that came through its wrapped step, before it is taken.
-
-    Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
-    """
-    window = session.window
-    # DeepSpeed and layerwise optimizers step inside a micro-batch, and DeepSpeed as it makes 16-bit optimizer states.
-    if session.base_loss is not None or session.state.aside or is_being_made(session.trainer.accelerator):
-        return
-    if session.refused is not None:
-        raise session.refused
-    outer: Any = session.trainer.optimizer
-    # Engines (accelerate, DeepSpeed) wrap optimizers.
-    while outer is not None and outer is not optimizer:
-        outer = vars(outer).get("optimizer")
-    if outer is None:
-        return
-    if window is not None and (window.value is not None or not window.batches):
-        _close_unfinished(session)
-    elif (
-        not session.state.troubled
-        and session.steps * session.world_size > 1
-        and any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-    ):
-        raise SeamError(
-            "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
-            "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "
-            f"the step or loop of {type(session.trainer).__name__}, or revert()"
-        )
-
-
-def _clip(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """``accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
-    if session.base_loss is None:
-        _close_unfinished(session)
-    return original(*args, **kwargs)
-
-
-def _close_unfinished(session: Session) -> None:
-    """Close a window whose last micro-batch was skipped, on every rank."""
-    window = session.window
-    if window is not None and window.done and not window.ended:
-        window.close(session.trainer.model_wrapped)
-
-
-# --- the log and the checkpoint --------------------------------------------------------------------------------------
 
 
 def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -274,16 +105,14 @@ def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any,
     return original(logs, *args, **kwargs)
 
 
-def _resume(session: Session, load: Original) -> None:
-    """``_load_callback_state`` of a checkpoint without our marker, which is of no callback."""
-    state = session.trainer.state
-    if state.stateful_callbacks.pop(MARKER, None) is None:
-        session.warn_once(
-            "resumed",
-            f"step {state.global_step} was reached without hf_accum_fix; from here on gradient and log are of "
-            "the global batch, and learning rate, clipping and the curve may not match the earlier steps",
-        )
-    load()
+def hand_back(options: Options) -> None:
+    """Let trainings with these options continue as stock: put the sum of an open window into ``.grad``."""
+    for session in TRAINING:
+        if session.options is options:
+            session.gradient.finish()
+            # An open window is stock's from here on.
+            session.state.aside, session.window = True, None
+            session.state.note_inexact()
 
 
 def check_setup(trainer: TrainerLike) -> dict[str, str]:
@@ -297,7 +126,7 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
         UnsupportedSetupError: if its ranks or its engine average in another way.
     """
     off = require_trainer(trainer)
-    name = type(trainer).__name__
+    name, ranks, release = type(trainer).__name__, trainer.args.world_size, transformers.__version__
     if trainer.args.n_gpu > 1:
         raise UnsupportedSetupError(
             f"got torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in {name}; expected one process per GPU; start it "
@@ -305,9 +134,86 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
         )
     if getattr(trainer, "use_apex", False):
         raise UnsupportedSetupError(f"got apex in {name}, which bypasses accelerate; expected torch's bf16 or fp16")
-    if trainer.args.world_size > 1 and is_present("last-micro-batch-not-reduced", transformers.__version__):
+    if ranks > 1 and is_present("last-micro-batch-not-reduced", release):
         raise UnsupportedSetupError(
-            f"got transformers {transformers.__version__} on {trainer.args.world_size} ranks, which it synchronises in "
-            "every micro-batch but the last; expected another release; install 4.46.3"
+            f"got transformers {release} on {ranks} ranks, which it synchronises in every micro-batch but the last; "
+            "expected another release; install 4.46.3"
         )
     return off
+
+
+def get_train_dataloader(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over."""
+    with _not_dispatching(session):
+        loader = original(*args, **kwargs)
+    if isinstance(loader, _WRAPPED):
+        return loader
+    shard: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(shard, "batch_sampler", None)
+    if hasattr(sampler, "set_epoch") and not hasattr(shard, "set_epoch"):
+        # The Trainer passes the epoch to a sampler that draws by it (batch_rebalance) through accelerate's shard, but
+        # not through a shard inside a resumed epoch's sampler.
+        shard.set_epoch = sampler.set_epoch
+    loader = _balanced(session, loader)
+    # A loader that accelerate did not prepare repeats nothing.
+    if session.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
+        loader = WithoutDuplicates(loader, session.options.drop_duplicates, session.warn_repeated)
+        loader.check()
+    if not release_counts_windows():
+        # It fetches no windows: each is counted before its first micro-batch is run.
+        return WholeWindows(loader, session.steps, session.open)
+    # Without a length it is a stream.
+    loses_the_rest = length_hint(loader, -1) < 0 or is_present("epoch-tail-not-trained", transformers.__version__)
+    return WholeWindows(loader, session.steps) if loses_the_rest else loader
+
+
+def skip_first_batches(session: Session, original: Original, dataloader: Any, num_batches: int = 0) -> Any:
+    """Resume inside of what wraps a dataloader."""
+    if isinstance(dataloader, _WRAPPED):
+        return dataloader.around(skip_first_batches(session, original, dataloader.__wrapped__, num_batches))
+    # By its attributes: DeepSpeed may not be installed.
+    if hasattr(dataloader, "sp_world_size"):
+        return skip_shards(original, dataloader, num_batches)
+    return original(dataloader, num_batches)
+
+
+def _balanced(session: Session, loader: Any) -> Any:
+    """The loader with length-balanced windows, if requested."""
+    trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
+    kept = vars(trainer)
+    if not isinstance(balance, BalanceOptions) or kept.get(DEALER, balance) is None:
+        return loader
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and length_hint(loader, -1) >= 0:
+        why = "train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are corrected as well"
+    elif not hasattr(loader, "dataset"):
+        got = f"got a train dataloader {type(loader).__name__} without a data set"
+        why = f"{got}; expected torch's DataLoader; its windows are not balanced"
+    else:
+        if DEALER not in kept or kept[DEALER].options != balance:
+            kept[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
+        length_column = getattr(args, "length_column_name", None) or "length"
+        lockstep, columns = waits_every_micro_batch(trainer.accelerator), trainer.train_dataset
+        return kept[DEALER].around(
+            loader, session.steps, lockstep=lockstep, length_column=length_column, columns=columns
+        )
+    session.warn_once("not balanced", f"balance_windows: {why}")
+    return loader
+
+
+def _not_dispatching(session: Session) -> AbstractContextManager[None]:
+    """Turn off dispatching for a stream while its loader is made, where the user left it to the Trainer.
+
+    A dispatched one cannot be balanced; on several ranks the user has to decide whether every rank may read the stream.
+    Ranks that hold parts of a sample would each get another sample (``DataLoaderDispatcher`` of accelerate 1.15.0).
+    """
+    trainer = session.trainer
+    holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
+    balances = bool(session.options.balance_windows) and session.world_size == 1
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    if not (is_stream and holder.dispatch_batches is None and (balances or session.context_parallel)):
+        return nullcontext()
+    what = "balance_windows" if balances else "context parallelism"
+    session.warn_once(
+        "dispatching", f"{what}: dispatch_batches, the Trainer's default for a stream, is off in this training"
+    )
+    return overridden(holder, "dispatch_batches", False)

@@ -144,7 +144,6 @@ _ROWS: Final = (
     ),
     Attribute(TRAINER, "get_train_dataloader", "give the loop whole windows"),
     Attribute(TRAINER, "log", "log nothing while the loss is observed, and exact windows with the loss"),
-    Attribute(TRAINER, "_load_callback_state", "resume", off="hiding our mark when a checkpoint is resumed"),
     Attribute(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
     Attribute(TRAINER, "prediction_loop", "compute eval_loss", until="5.0.0"),
     Attribute(TRAINER, "callback_handler control", "train a copy", off=VERIFY, seen="object"),

@@ -17,8 +17,8 @@ from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.engines.engine import is_deepspeed, is_sharded
-from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
+from hf_accum_fix.overrides.training import DEALER
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take

@@ -125,7 +125,7 @@ def _bases(split: Split, reference: Reference) -> Iterator[tuple[str, Gradient]]
 def _inherent(split: Split, reference: Reference) -> str:
     """Why no split can equal the full batch; empty if splits can."""
     contract = split.scene.contract
-    if contract.reduction is Reduction.PLAIN:
+    if not contract.is_weighed:
         instead = "; coupled_loss='exact' trains the whole window's" if contract.coupled else ""
         return f"{contract.reason}, so no split can equal the full batch{instead}"
     return "" if reference.decomposes else "the loss does not decompose, so no split can equal the full batch"

@@ -12,13 +12,12 @@ from typing import Any, Final
 import transformers
 from transformers import Trainer, TrainerCallback
 
-from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.ranks import fails_everywhere
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
-from hf_accum_fix.overrides.session import settled_contract
+from hf_accum_fix.overrides.session import session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.progress import Progress
@@ -208,7 +207,7 @@ def _scenes(
         alone = copy_for_split(trainer, len(rows), 1, step)
         if compute_loss_of(alone) is not None:
             alone.compute_loss = without_outputs(alone.compute_loss)
-        contract = settled_contract(alone, micro_batches(rows, size, drawn.collate), options)
+        contract = session_of(alone, options).settled(micro_batches(rows, size, drawn.collate))
         parameters = [each for each in trainer.model.parameters() if each.requires_grad]
         return Scene(alone, parameters, contract, drawn.collate, rows, every(rows))
 
@@ -263,7 +262,7 @@ def _note_on(step: int, trainer: TrainerLike) -> list[str]:
 def _is_uniform(scene: Scene) -> bool:
     """Whether all samples have equally many items, so that weights by items and by samples are the same."""
     items = scene.contract.items
-    if items is None or not items.keys or scene.contract.reduction is Reduction.PLAIN:
+    if items is None or not items.keys or not scene.contract.is_weighed:
         return False
     counts = [scene.count([row]) or 0.0 for row in scene.every]
     return len(counts) > 1 and max(counts) > 1 and len(set(counts)) == 1
@@ -278,7 +277,7 @@ def _notes_on(
     if exact_router and "attention_mask" not in batch:
         yield "without an attention mask, padding is routed and counted: pad every split to the same width"
     stuck = sorted({each.per_device for each in results if CANNOT in each.verdict.words})
-    if stuck and scene.contract.reduction is Reduction.PLAIN:
+    if stuck and not scene.contract.is_weighed:
         yield (
             f"micro-batches of {', '.join(map(str, stuck))} samples cannot be run: if the model puts rows into "
             "groups by a size of its own, the full batch in one forward is another loss than in training"

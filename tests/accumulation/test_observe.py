@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.rules import matching_rules
 

@@ -82,7 +82,6 @@ class Case:
         terms: of its contract.
         whole: of all micro-batches, as one, where that is not the same loss.
         reduction: of its contract.
-        inside: stacked numbers are terms.
         hands: the number is ours; else the trainer's own.
         handed: what the loss is handed on one rank, of which each of several has its part; None: n_mean.
     """
@@ -92,7 +91,6 @@ class Case:
     terms: tuple[TermSpec, ...]
     whole: Callable[[Model, Batch], Tensor] | None = None
     reduction: Reduction = Reduction.MEAN
-    inside: bool = False
     handed: float | None = None
     hands: bool = True
 
@@ -111,7 +109,6 @@ class Case:
             self.reduction,
             None if self.reduction in (Reduction.SUM, Reduction.PLAIN) else items,
             terms=self.terms,
-            inside=self.inside,
             hands_number=self.hands,
             dtype=torch.float64,
         )
@@ -154,16 +151,6 @@ CASES = [
     ),
     Case("two means", lambda m, b, n: m.ce(b) + 0.1 * m.squares(b), (CE, SQUARES)),
     Case("two means, one by hand", lambda m, b, n: m.masked(b) - m.squares(b), (BY_HAND, SQUARES)),
-    Case(
-        "two means inside a stack",
-        lambda m, b, n: torch.stack([m.ce(b), m.squares(b)]).mean(),
-        (
-            replace(CE, shape=spec("NllLoss", "//").shape, counts=(1,)),
-            replace(SQUARES, shape=spec("MseLoss", "//").shape),
-        ),
-        lambda m, b: (m.ce(b) + m.squares(b)) / 2,
-        inside=True,
-    ),
     Case(
         "rows of a stack",
         lambda m, b, n: torch.stack([each.square().sum() for each in m.logits(b)]).mean(),
@@ -273,7 +260,7 @@ def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bo
         (weighed.loss / divided / ranks).backward()
         value += float(weighed.value) / ranks
     assert not any(part.changed for part in parts)
-    seen, predicted = torch.stack([part.counts() for part in parts]).sum(0).tolist()
+    seen, predicted = torch.stack([part.summed() for part in parts]).sum(0).tolist()
     times = predicted / seen if seen and is_corrected else 1.0
     for each in (model.weight, model.scale):
         if each.grad is not None:
@@ -371,7 +358,7 @@ def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
     for here, there in zip(gradients(model), gradients(wanted), strict=True):
         assert torch.allclose(here, there, rtol=1e-12, atol=1e-15)
     assert bool(weighed.value) == bool(same)
-    assert not part.counts()[0]
+    assert not part.summed()[0]
 
 
 def test_the_positions_of_a_router_are_not_compared_in_a_weightless_micro_batch() -> None:
@@ -413,7 +400,7 @@ def after_window(case: Case) -> Part:
 def test_counts_that_were_seen_and_predicted(name: str, seen: float, predicted: float) -> None:
     """Several counts are no one number to correct by."""
     case = named(name)
-    assert after_window(case).counts().tolist() == pytest.approx([seen, predicted], rel=1e-12)
+    assert after_window(case).summed().tolist() == pytest.approx([seen, predicted], rel=1e-12)
 
 
 def leaves_out(m: Model, b: Batch, n: Tensor) -> Tensor:
@@ -499,5 +486,5 @@ def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tenso
 
 def test_the_shapes_of_the_table_are_those_of_its_losses() -> None:
     for case in CASES:
-        terms = read(case.loss(Model(), WINDOW[0], torch.tensor(3.0)), inside=case.inside)
+        terms = read(case.loss(Model(), WINDOW[0], torch.tensor(3.0)))
         assert [term.shape for term in terms] == [each.shape for each in case.terms], case.name

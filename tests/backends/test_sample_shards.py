@@ -10,9 +10,8 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor, skip_shards
 

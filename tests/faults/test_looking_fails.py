@@ -35,17 +35,17 @@ FAULTS = [
     ("accumulation.look", "ways_of_counting"),
     ("accumulation.observe", "splits"),
     ("accumulation.observe", "learn"),
-    ("accumulation.observe", "own_scale"),
+    ("accumulation.observe", "_with_own_constants"),
     ("accumulation.learn", "matching_rules"),
     ("accumulation.items", "Items.count"),
     ("accumulation.part", "Part.note"),
-    ("accumulation.part", "Part.counts"),
+    ("accumulation.part", "Part.summed"),
     ("accumulation.part", "Part.broken"),
     ("accumulation.weigh", "_ready"),
     ("core.contracts", "agree"),
     ("core.host", "labels_of"),
     ("core.count", "_other_labels"),
-    ("core.count", "_set_part"),
+    ("core.count", "_by_term"),
     ("core.host", "Host.record"),
     ("core.host", "Host.read"),
     ("core.window", "weigh"),
@@ -104,7 +104,7 @@ def test_on_one_rank(module: str, name: str, case: Case, tmp_path: Path) -> None
 
 
 #: These run once the window's losses are weighted.
-AFTER = ("Part.counts", "Part.broken", "Host.record", "Host.read", "remark")
+AFTER = ("Part.summed", "Part.broken", "Host.record", "Host.read", "remark")
 
 
 def two_terms(s: Seen) -> Tensor:

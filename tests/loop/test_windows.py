@@ -155,7 +155,7 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "more"), [("llama", 28), ("bert-mlm", 28)])
 def test_a_window_reads_no_number_and_adds_a_few_operations(name: str, more: int) -> None:
-    """Beside the bare forward and backward of the same micro-batches; the first three windows observe.
+    """Beside the bare forward and backward of the same micro-batches; the first two windows observe.
 
     Every window compares what its loss divided by with what was predicted, and is corrected by it.
     """
@@ -172,7 +172,7 @@ def test_a_window_reads_no_number_and_adds_a_few_operations(name: str, more: int
                 with window.micro_batch(model):
                     window.loss(model, batch).backward()
             window.mean_loss()
-        assert (ours.reads > bare.reads) == (number <= 3)
+        assert (ours.reads > bare.reads) == (number <= 2)
     assert number == 4 and ours.operations <= bare.operations + 2 * more
 
 

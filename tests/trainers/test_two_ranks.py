@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.compare import Setting
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.look import LossRun
+from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.observe import observe
 from tests.losses import cases as read_loss
 from tests.losses.verdicts import Verdict

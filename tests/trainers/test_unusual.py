@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
@@ -94,7 +93,7 @@ def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest
     )
     session = Session(trainer, Options())
     session.state.loss.contract = contract
-    assert Window(session, [{}], WindowCounts(part, torch.ones(()), []), done=1).close(model) is None
+    assert Window(session, [{}], part, done=1).close(model) is None
     assert session.state.inexact == 1
     assert "is not exact: its loss has other terms" in caplog.text
 
