@@ -257,15 +257,17 @@ def _pads_on_left(batch: Batch) -> set[str]:
 
 
 def _concatenated(key: str, one: Tensor, other: Tensor, *, on_left: bool) -> Tensor | None:
-    """Two inputs as one; position ids of three axes have their samples second."""
+    """Two inputs as one, padded along the axis that differs; position ids of three axes have their samples second."""
     if one.ndim == 0 or one.ndim != other.ndim or not (_is_plain(one) and _is_plain(other)):
         return None
-    if one.ndim == 2 or (one.ndim > 1 and not one.is_floating_point()):
-        width = max(one.shape[-1], other.shape[-1])
-        fill = -100 if "label" in key or has_ignored(one) or has_ignored(other) else 0
-        more = [width - each.shape[-1] for each in (one, other)]
-        sides = [(each, 0) if on_left else (0, each) for each in more]
-        one, other = (F.pad(each, side, value=fill) for each, side in zip((one, other), sides, strict=True))
     axis = int("position" in key and one.ndim == 3 and len(one) == 3)
+    wider = [at for at in range(one.ndim) if at != axis and one.shape[at] != other.shape[at]]
+    if len(wider) == 1:
+        width = max(one.shape[wider[0]], other.shape[wider[0]])
+        fill = -100 if "label" in key or has_ignored(one) or has_ignored(other) else 0
+        inner = [0, 0] * (one.ndim - 1 - wider[0])
+        more = [width - each.shape[wider[0]] for each in (one, other)]
+        sides = [[*inner, each, 0] if on_left else [*inner, 0, each] for each in more]
+        one, other = (F.pad(each, side, value=fill) for each, side in zip((one, other), sides, strict=True))
     alike = one.movedim(axis, 0).shape[1:] == other.movedim(axis, 0).shape[1:]
     return torch.cat([one, other], axis) if alike else None

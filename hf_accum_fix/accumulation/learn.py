@@ -306,6 +306,11 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)
+    elements = (
+        whole.divides and not whole.targets and (not rules or all(is_padded(r, compared.whole.batch) for r in rules))
+    )
+    if elements and compared.is_ragged and not compared.split.shows_coupling:
+        return mean.but("its micro-batches are of several widths and cannot be joined; it may be a mean over padding")
     if not compared.split.apart and (rules or whole.divides):
         return mean
     if whole.rows and any(

@@ -144,6 +144,12 @@ class Comparison:
         return math.inf if self.whole.drew or not self.split.apart else self.rounding
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether the same input is wider in one micro-batch than in another."""
+        widths = [{key: x.shape[1:] for key, x in batch.items() if isinstance(x, Tensor)} for batch in self.window]
+        return any(widths[0].get(key, shape) != shape for each in widths[1:] for key, shape in each.items())
+
+    @property
     def grows(self) -> bool:
         """Whether the loss of the batch is nearer to the sum of its parts' than to their mean."""
         whole, one, other = (each.loss for each in self.looks)

@@ -125,7 +125,7 @@ class _Splits:
         self.seen.append(latest)
         adds_up = latest.conclusive and latest.adds_up
         if split.group and self.added_up:
-            held = latest.adds_up or not latest.conclusive
+            held = (latest.adds_up and not (latest.doubt and latest.cause is None)) or not latest.conclusive
             self.narrowed[split.group] = self.narrowed.get(split.group, True) and held
         elif self.found is None or (adds_up and (split.blocks or self.found.cause is not Cause.PADDING)):
             self.found, self.whole, self.blocks, self.added_up = latest, whole, split.blocks, adds_up

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, TermSpec
 from hf_accum_fix.accumulation.items import Items, count_dtype, mean_item_count
-from hf_accum_fix.accumulation.loss_graph import Term
 from hf_accum_fix.accumulation.nodes import on_host
 
 #: A Python number, or a tensor of one element on the device.
@@ -95,11 +94,11 @@ class Part:
             found[key] = self.contract.as_number(mean)
         return found
 
-    def note_constant(self, place: int, term: Term, constant: float) -> None:
-        """Compare a term's constant factors with those of the window's first micro-batch; ``place`` as for `note`."""
+    def note_constant(self, place: int, what: str, constant: float) -> None:
+        """Compare a constant of a term with that of the window's first micro-batch; ``what``: it is, in words."""
         first = self.constants.setdefault(place, constant)
         if abs(constant - first) > 1e-6 * abs(first):
-            self.changed = f"{term.name} is multiplied by {first:g} and by {constant:g} in two of its micro-batches"
+            self.changed = f"{what} {first:g} and {constant:g} in two of its micro-batches"
 
     def note(self, place: int, seen: Number, planned: Number) -> None:
         """Add the divisor of one term of a micro-batch, and what was planned; ``place``: of its `TermSpec`."""

@@ -155,7 +155,11 @@ class _MicroBatch:
         if not counts:
             divisor = math.inf if spec.how in (How.MEAN, How.NUMBER, How.SUM) else divisor
         elif (constant := _constant(found[0], spec)) is not None:
-            part.note_constant(place, found[0], constant)
+            part.note_constant(place, f"{found[0].name} is multiplied by", constant)
+        value = _value(found[0], self.values) if counts and spec.how is How.CONSTANT else None
+        if value is not None and on_host(value):
+            # One that a floor or a selection has made need not stay one.
+            part.note_constant(-1 - place, f"{found[0].name} is", float(value))
         return [_Weight(each, divisor, spec.group) for each in found]
 
     def _of_other(self, spec: TermSpec, term: Term) -> Number:

@@ -391,5 +391,11 @@ class Host(ABC):
                 f"{self.head}: {self.where}: got {verdict.words[4:]} in what the optimizer uses; expected the gradient "
                 "that autograd delivered, averaged over ranks; look at the engine, gradient and communication hooks",
             )
+        elif verdict.inside and self.steps > 1:
+            self.warn_inexact(
+                "reached",
+                f"{self.head}: {self.where}: got an optimizer that steps inside the backward of every micro-batch; "
+                "expected one step a window; use another optimizer, or gradient_accumulation_steps=1",
+            )
         elif verdict.final and self.rank == 0:
             logger.info("%s: the gradient reached the optimizer: %s", self.head, verdict.words)

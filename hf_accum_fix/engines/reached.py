@@ -72,6 +72,11 @@ class Verdict:
     wrong: bool = False
     final: bool = True
 
+    @property
+    def inside(self) -> bool:
+        """Whether an optimizer steps inside the backward of every micro-batch, by that one's gradient."""
+        return _STEPS_INSIDE in self.words
+
 
 class Reached:
     """The check of a training, window by window.
