@@ -127,8 +127,7 @@ def _report(trainer: Any, request: Request) -> tuple[VerificationReport | Agains
     import hf_accum_fix
 
     if request.against is not None:
-        from hf_accum_fix.verification.layout_side import hold_against
-        from hf_accum_fix.verification.proof import Proof
+        from hf_accum_fix.verification.proof import Proof, hold_against
 
         return hold_against(trainer, Proof.load(Path(request.against))), ""
     splits = None if request.splits is None else [(each[0], each[1]) for each in request.splits]

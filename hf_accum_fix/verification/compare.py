@@ -17,13 +17,13 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.copies import plugins_copied
 from hf_accum_fix.verification.dry_run import DryRun, dry_run
 from hf_accum_fix.verification.explanation import NEAR, explain, rounding
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, relative, take
 from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Split, out_of_memory
 from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell
 from hf_accum_fix.verification.restore import in_mode
-from hf_accum_fix.verification.sharded import plugins_copied
 
 #: In the verdict on a micro-batch that raises an error.
 CANNOT: Final = "this micro-batch cannot be run"

@@ -16,7 +16,7 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.evaluation import evaluation_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import EVALUATION
-from hf_accum_fix.verification.dry_run import copy_for_split
+from hf_accum_fix.verification.copies import copy_for_split
 from hf_accum_fix.verification.reference import Scene
 from hf_accum_fix.verification.report import PATCHED, EvalResult
 from hf_accum_fix.verification.restore import in_mode

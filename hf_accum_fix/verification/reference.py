@@ -22,7 +22,7 @@ from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
-from hf_accum_fix.verification.projection import ROWS, Projected, named, projections_of
+from hf_accum_fix.verification.projection import named, projections_of
 from hf_accum_fix.verification.restore import WholeState
 from hf_accum_fix.verification.sample import Collate, micro_batches
 
@@ -103,13 +103,13 @@ class Scene:
         """Of the trainable parameters."""
         return [name for name, each in named(self.trainer.model) if each.requires_grad]
 
-    def projected(self, gradient: Gradient) -> dict[str, Projected]:
+    def projected(self, gradient: Gradient) -> dict[str, Tensor]:
         """The projections of a gradient, by parameter."""
         return projections_of(zip(self.names, gradient, strict=True))
 
-    def in_order(self, found: Mapping[str, Projected]) -> list[Tensor | None] | None:
-        """Projections as vectors whose products and distances are, on average, the gradients'; None: there are none."""
-        return [found[name].projections / math.sqrt(ROWS) for name in self.names] if found else None
+    def in_order(self, found: Mapping[str, Tensor]) -> list[Tensor | None] | None:
+        """Projections in the order of the parameters; None: there are none."""
+        return [found[name] for name in self.names] if found else None
 
     def count(self, rows: Sequence[Any]) -> float | None:
         """The items of some samples; None if the loss has no items."""

@@ -47,6 +47,10 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.kind is Kind.EXACT
 
+    def to_dict(self) -> dict[str, str]:
+        """As data for JSON."""
+        return {"kind": self.kind.name.lower(), "words": self.words}
+
 
 def could_not_tell(reason: str) -> Verdict:
     """A verdict without an answer, and why."""
@@ -186,8 +190,8 @@ class VerificationReport:
         return {
             "ok": self.ok,
             **asdict(self),
-            "verdict": _plain(self.verdict),
-            "results": [{**asdict(result), "verdict": _plain(result.verdict)} for result in self.results],
+            "verdict": self.verdict.to_dict(),
+            "results": [{**asdict(result), "verdict": result.verdict.to_dict()} for result in self.results],
             "evaluation": [{**asdict(each), "error": each.error} for each in self.evaluation],
         }
 
@@ -301,10 +305,6 @@ def also_looked_at(results: Sequence[SplitResult], own: tuple[int, int]) -> list
 
 def _worst(results: Sequence[SplitResult]) -> SplitResult:
     return max(results, key=lambda result: inf if result.error is None else result.error)
-
-
-def _plain(verdict: Verdict) -> dict[str, str]:
-    return {"kind": verdict.kind.name.lower(), "words": verdict.words}
 
 
 def _batch(samples: int, items: float | None) -> str:

@@ -26,10 +26,10 @@ from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import CANNOT, compare, gathered
-from hf_accum_fix.verification.dry_run import copy_for_split
+from hf_accum_fix.verification.copies import PROOF, copy_for_split, plugins_copied, refuse_shards, whole_model
 from hf_accum_fix.verification.evaluate import evaluate
-from hf_accum_fix.verification.layout_side import engine_of, projected, proof_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS
+from hf_accum_fix.verification.proof import limit_across, proof_of
 from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, out_of_memory, without_outputs
 from hf_accum_fix.verification.report import (
     PATCHED,
@@ -41,7 +41,7 @@ from hf_accum_fix.verification.report import (
 )
 from hf_accum_fix.verification.restore import active_mode, options_of, restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
-from hf_accum_fix.verification.sharded import PROOF, plugins_copied, refuse_shards, whole_model
+from hf_accum_fix.verification.sharded import engine_of
 
 #: Further global batches in which to look for one whose samples have different numbers of items.
 _FURTHER: Final = 8
@@ -169,7 +169,8 @@ def _verified(
         if save is not None and not window:
             notes += _saved(scene, references[0], drawn, Path(save))
         if shards:
-            references[-1] = projected(scene, references[-1])
+            shown, least = references[-1], limit_across(references[-1].tolerance, scene.rounding)
+            references[-1] = replace(shown, gradient=scene.compared(shown.gradient), least=least)
         to_run = [(split, mode) for split in splits_of(len(scene.rows), own, splits) for mode in modes]
         here: list[SplitResult] = []
         for number, (split, mode) in enumerate(to_run, start=1):
