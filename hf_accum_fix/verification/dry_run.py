@@ -67,8 +67,8 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
 
     def keep() -> None:
         nonlocal kept
-        shown = projections_of(gradients_of(actor)) if shards else {}
-        kept = split.scene.in_order(shown) if shards else take(parameters)
+        # In the order of the parameters, as those of the reference.
+        kept = [*projections_of(gradients_of(actor)).values()] if shards else take(parameters)
 
     at_the_step = AtTheStep(actor, keep)
     if shards:

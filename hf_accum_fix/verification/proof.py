@@ -26,7 +26,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, fingerprint, hash_of, projections_of
 from hf_accum_fix.verification.reference import MIXED, Reference, Scene
 from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell
-from hf_accum_fix.verification.restore import restored, without_dropout
+from hf_accum_fix.verification.restore import unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw
 from hf_accum_fix.verification.sharded import AtTheStep, Reached, engine_of, gradients_of
 
@@ -174,7 +174,7 @@ def hold_against(trainer: Any, proof: Proof) -> Against:
         UnsupportedSetupError: if the gradient cannot be read, or the step is not reached.
     """
     args = trainer.args
-    with restored(trainer):
+    with unseen(trainer):
         drawn = draw(trainer, 1, None)
     # Ranks that cut their samples take turns with them, and ranks that share a model share its samples.
     own = args.per_device_train_batch_size * args.gradient_accumulation_steps // parallel_size(trainer, "sp")

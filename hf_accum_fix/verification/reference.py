@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.accumulation.noise import random_states, seed
-from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import state_of
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
@@ -23,7 +23,7 @@ from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, ha
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.projection import named, projections_of
-from hf_accum_fix.verification.restore import WholeState
+from hf_accum_fix.verification.restore import restored
 from hf_accum_fix.verification.sample import Collate, micro_batches
 
 FULL = "full batch in one forward"
@@ -94,22 +94,13 @@ class Scene:
 
     def compared(self, gradient: Gradient) -> list[Tensor | None]:
         """What is compared of a gradient: all of it, or its projections where an engine shards it."""
-        if not is_sharded(self.trainer.accelerator):
-            return list(gradient)
-        return self.in_order(self.projected(gradient)) or []
-
-    @property
-    def names(self) -> list[str]:
-        """Of the trainable parameters."""
-        return [name for name, each in named(self.trainer.model) if each.requires_grad]
+        sharded = is_sharded(self.trainer.accelerator)
+        return [*self.projected(gradient).values()] if sharded else list(gradient)
 
     def projected(self, gradient: Gradient) -> dict[str, Tensor]:
         """The projections of a gradient, by parameter."""
-        return projections_of(zip(self.names, gradient, strict=True))
-
-    def in_order(self, found: Mapping[str, Tensor]) -> list[Tensor | None] | None:
-        """Projections in the order of the parameters; None: there are none."""
-        return [found[name] for name in self.names] if found else None
+        names = [name for name, each in named(self.trainer.model) if each.requires_grad]
+        return projections_of(zip(names, gradient, strict=True))
 
     def count(self, rows: Sequence[Any]) -> float | None:
         """The items of some samples; None if the loss has no items."""
@@ -145,16 +136,6 @@ class Scene:
             )
         return found
 
-    def factor(self, inputs: Any) -> float | None:
-        """The loss of a trainer's own ``compute_loss`` over the model's loss; None if unknown."""
-        if compute_loss_of(self.trainer) is None:
-            return None
-        seed(0)
-        with torch.no_grad():
-            loss, outputs = self._alone(inputs)
-        own = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        return float(loss) / float(own) if isinstance(own, Tensor) and own.ndim == 0 and float(own) else None
-
     @property
     def world_size(self) -> int:
         """The ranks of the training."""
@@ -168,14 +149,10 @@ class Scene:
 
     @property
     def rounding(self) -> float:
-        """The same with matrix products."""
-        eps = self.eps
-        autocast = MIXED.get(self.trainer.accelerator.mixed_precision)
-        if autocast is not None:
-            return max(eps, torch.finfo(autocast).eps)
-        # TF32 has as many digits as float16.
+        """The same with matrix products, of which TF32 has as many digits as float16."""
         rounded = self.trainer.args.device.type == "cuda" and products_are_rounded(self.trainer.model)
-        return max(eps, torch.finfo(torch.float16).eps) if rounded else eps
+        products = MIXED.get(self.trainer.accelerator.mixed_precision, torch.float16 if rounded else None)
+        return max(self.eps, torch.finfo(products).eps) if products is not None else self.eps
 
     def backward(self, inputs: Any, weight: float = 1.0, number: int = 0) -> float:
         """Add the gradient of a batch's loss times a weight, and return the loss; both without the router loss.
@@ -416,7 +393,7 @@ def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
     """Refuse a loss that depends on state that the trainer or the model keeps between calls, and name the state."""
     found = []
     for number in (1, 2):
-        with WholeState(scene.trainer.model, scene.trainer, follow_modules=True) as state, KeepsStorages(state):
+        with restored(scene.trainer) as state:
             found.append(on_cpu(_of_whole(scene, rows, number=number)))
             named = {str(name) for each in state.kept if isinstance(each.before, dict) for name in each.differing()}
             drew = any(isinstance(each.before, bytes) and state_of(each.holder) != each.before for each in state.kept)
@@ -433,23 +410,18 @@ def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: in
 
 
 def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor | None], tuple[str, ...]]:
-    """Loss and gradient of one batch, and notes; refuse a loss that is random without dropout."""
+    """Loss and gradient of one batch, and notes; refuse a loss that is random without dropout.
+
+    A loss that draws is run often, to find rare differences.
+    """
     inputs = scene.collate(list(rows))
     seed(0)
     before = random_states()
     loss = scene.backward(inputs)
     drew, gradient = random_states() != before, on_cpu(take(scene.parameters))
-    return loss, gradient, _refuse_randomness(scene, rows, gradient) if drew else ()
-
-
-def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:
-    """Refuse a loss that is random without dropout; run it often, to find rare differences.
-
-    Returns:
-        A note, for a loss that draws random numbers and does not depend on them.
-    """
+    if not drew:
+        return loss, gradient, ()
     found = []
-    inputs = scene.collate(list(rows))
     with torch.no_grad():
         for number in (0, *range(_DRAWS)):
             seed(number)
@@ -462,7 +434,7 @@ def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) ->
             "one value; switch masking, jitter and augmentation off"
         )
     _again(scene, rows, gradient)
-    return (f"the model draws random numbers in its forward; {_DRAWS} seeds gave the same loss",)
+    return loss, gradient, (f"the model draws random numbers in its forward; {_DRAWS} seeds gave the same loss",)
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

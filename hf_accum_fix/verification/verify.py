@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from hf_accum_fix.progress import Progress
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
-from hf_accum_fix.verification.compare import CANNOT, compare, gathered
+from hf_accum_fix.verification.compare import compare, gathered
 from hf_accum_fix.verification.copies import PROOF, copy_for_split, plugins_copied, refuse_shards, whole_model
 from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.projection import BUCKETS, ROWS
@@ -39,7 +38,7 @@ from hf_accum_fix.verification.report import (
     could_not_tell,
     judge_own,
 )
-from hf_accum_fix.verification.restore import active_mode, options_of, restored, without_dropout
+from hf_accum_fix.verification.restore import active_mode, options_of, unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
 from hf_accum_fix.verification.sharded import engine_of
 
@@ -98,7 +97,7 @@ def verify(
     try:
         _check(trainer)
         progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
-        with progress.kept_up(), restored(trainer), plugins_copied(trainer):
+        with progress.kept_up(), unseen(trainer), plugins_copied(trainer):
             return _verified(
                 trainer, blank, splits, windows, reference, samples, with_apply, eval_samples, step, save, progress.say
             )
@@ -144,7 +143,7 @@ def _verified(
     notes += _not_looked_at(trainer)
     say("verify: drawing samples")
     drawn = draw(copy_for_split(trainer, *own), windows, samples)
-    notes += [*drawn.notes, *_note_on(step, trainer)]
+    notes += drawn.notes
     modes = [STOCK, PATCHED] if with_apply and enabled() else [STOCK if with_apply else blank.active]
     if with_apply and not enabled():
         notes.append(f"apply() was not run: {SWITCH}={os.environ[SWITCH]}")
@@ -248,19 +247,6 @@ def _saved(scene: Scene, reference: Reference, drawn: Drawn, path: Path) -> list
     return []
 
 
-def _note_on(step: int, trainer: TrainerLike) -> list[str]:
-    """A note if the training has no such step."""
-    if not step:
-        return []
-    args, dataset = trainer.args, trainer.train_dataset
-    steps = args.max_steps
-    if steps <= 0 and hasattr(dataset, "__len__"):
-        a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks(trainer)
-        steps = math.ceil(args.num_train_epochs * math.ceil(len(dataset) / a_step))
-    last = "1 step" if steps == 1 else f"{steps} steps"
-    return [f"step {step} is past the end: the training has {last}"] if 0 < steps <= step else []
-
-
 def _is_uniform(scene: Scene) -> bool:
     """Whether all samples have equally many items, so that weights by items and by samples are the same."""
     items = scene.contract.items
@@ -278,20 +264,8 @@ def _notes_on(
     exact_router = scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value
     if exact_router and "attention_mask" not in batch:
         yield "without an attention mask, padding is routed and counted: pad every split to the same width"
-    stuck = sorted({each.per_device for each in results if CANNOT in each.verdict.words})
-    if stuck and scene.contract.reduction is Reduction.PLAIN:
-        yield (
-            f"micro-batches of {', '.join(map(str, stuck))} samples cannot be run: if the model puts rows into "
-            "groups by a size of its own, the full batch in one forward is another loss than in training"
-        )
     if not reference.decomposes and not any(each.verdict and each.micro_batches > 1 for each in results):
         yield "two halves of the global batch do not add up to it: no split can equal the full batch"
-    factor = scene.factor(batch)
-    if factor is not None and own[1] > 1 and any(abs(factor / each - 1) < 1e-3 for each in (own[1], 1 / own[1])):
-        yield (
-            f"{type(scene.trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss at any split: "
-            f"if that factor is gradient_accumulation_steps={own[1]}, remove it"
-        )
 
 
 def _not_looked_at(trainer: TrainerLike) -> list[str]:

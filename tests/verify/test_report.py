@@ -111,17 +111,6 @@ def test_splits_that_do_not_fit_are_shown_in_both_spellings(asked: list[Any]) ->
         splits_of(1, (2, 4), [(2, 2)])
 
 
-@pytest.mark.parametrize(("step", "noted"), [(0, False), (2, False), (3, True), (500, True)])
-def test_a_step_that_the_training_does_not_have_is_noted(step: int, noted: bool, tmp_path: Path) -> None:
-    report = verify(small(Regression(), tmp_path, points(8), max_steps=3), splits=[(2, 4)], step=step)
-    note = f"step {step} is past the end: the training has 3 steps"
-    assert (note in report.notes) == noted and report.verdict.kind is Kind.EXACT
-    epochs = small(Regression(), tmp_path, points(20), max_steps=-1, num_train_epochs=1)
-    assert (
-        f"step {step} is past the end: the training has 3 steps" in verify(epochs, [(2, 4)], step=step).notes
-    ) == noted
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
