@@ -115,7 +115,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from hf_accum_fix.cli.made_up import verified
 
     report = verified(arguments.model)
-    write((json.dumps(report.to_dict(), indent=2) if arguments.form is to_json else report.to_text()) + "\n")
+    write((json.dumps(report.to_dict(), indent=2) if arguments.form is to_json else str(report)) + "\n")
     return report.verdict.kind
 
 

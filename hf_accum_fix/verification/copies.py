@@ -1,26 +1,27 @@
-"""Copies of a trainer, its model and its plugins, so that running a split changes nothing of the user's."""
+"""Copies of a trainer, its model and its plugins; and the gradient that the optimizer of one is about to use."""
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from torch import nn
-from transformers import TrainerControl
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
-from hf_accum_fix.engines.engine import is_deepspeed, is_sharded
+from hf_accum_fix.engines.engine import before_the_step, is_deepspeed, is_sharded
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.overrides.trainer_facts import parallel_size
+from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.sharded import is_fsdp1
+from hf_accum_fix.verification.projection import named
 
 PROOF: Final = "; hf-accum-fix verify --save proof.json in one process, then --against here"
 #: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
@@ -44,14 +45,13 @@ _ONE_STEP = {
 
 
 def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
-    """Copy the trainer for another split. The copy shares the model, and no container that it could change.
+    """Copy the trainer for another split. The copy shares the model, and what else the trainer holds.
 
     The release's own method creates the new accelerator, because it decides whether accelerate divides by G too.
     ``step`` is the optimizer step of its state.
     """
     copied: Any = object.__new__(type(trainer))  # copy.copy would set an attribute on the class
-    vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())
-    vars(copied).pop(SESSION, None)
+    vars(copied).update((name, value) for name, value in vars(trainer).items() if name != SESSION)
     copied.args = args = copy.copy(trainer.args)
     # Bypass __setattr__, which may validate on assignment.
     vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
@@ -83,38 +83,19 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _without_sharing(value: Any) -> Any:
-    """Copy containers, also nested ones; return anything else as it is."""
-    if type(value) in (dict, defaultdict, OrderedDict):
-        copied = copy.copy(value)
-        copied.update((key, _without_sharing(each)) for key, each in value.items())
-        return copied
-    if type(value) in (list, deque, set):
-        copied = copy.copy(value)
-        if type(value) is list:
-            copied[:] = map(_without_sharing, value)
-        return copied
-    return value
-
-
 # --- models that an engine shards in place ----------------------------------------------------------------------------
 
 
 def refuse_shards(trainer: TrainerLike) -> None:
-    """Refuse what cannot be copied.
-
-    Raises:
-        UnsupportedSetupError: if ranks share samples, or the model is in shards before it trains.
-    """
-    if not is_sharded(trainer.accelerator):
-        return
-    if parallel_size(trainer, "sp") > 1 or parallel_size(trainer, "cp") > 1:
-        raise UnsupportedSetupError(f"got ranks that cut their samples; expected whole samples on each rank{PROOF}")
-    shards = any(hasattr(each, "ds_id") or hasattr(each, "placements") for each in trainer.model.parameters())
-    if shards or trainer.model_wrapped is not trainer.model or is_fsdp1(trainer.model):
+    """Refuse what cannot be copied: ranks that share samples, a model that is in shards before it trains."""
+    cut = parallel_size(trainer, "sp") > 1 or parallel_size(trainer, "cp") > 1
+    parts = any(hasattr(each, "ds_id") or hasattr(each, "placements") for each in trainer.model.parameters())
+    held = parts or trainer.model_wrapped is not trainer.model or is_fsdp1(trainer.model)
+    if is_sharded(trainer.accelerator) and (cut or held):
+        reason = "it was loaded in shards (ZeRO-3's Init), or has trained"
+        got = "ranks that cut their samples" if cut else f"a model that an engine holds already: {reason}"
         raise UnsupportedSetupError(
-            "got a model that an engine holds already: it was loaded in shards (ZeRO-3's Init), or has trained; "
-            f"expected the whole model, before it trains{PROOF}"
+            f"got {got}; expected whole samples on each rank, and the whole model, before it trains{PROOF}"
         )
 
 
@@ -154,3 +135,76 @@ def plugins_copied(trainer: TrainerLike, size: int = 0, steps: int = 0) -> Itera
         yield
     finally:
         state.update(before)
+
+
+# --- the gradient where the optimizer steps ---------------------------------------------------------------------------
+
+
+class Reached(BaseException):
+    """The optimizer was about to step; no `Exception`, which code on the way may catch."""
+
+
+class AtTheStep(TrainerCallback):
+    """Call ``act`` where the optimizer is about to step, which then changes no weight; count these steps.
+
+    ``begin`` is called with the trainer's state where the training begins.
+    """
+
+    def __init__(
+        self, trainer: TrainerLike, act: Callable[[], None], begin: Callable[[Any], None] = lambda state: None
+    ) -> None:
+        self._trainer, self._act, self._begin, self._groups, self.steps = trainer, act, begin, list[Any](), 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Engine and optimizer are there."""
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        self._groups = optimizer.param_groups
+        before_the_step(self._trainer.accelerator, optimizer, self._before)
+        self._begin(state)
+
+    def _before(self) -> None:
+        self.steps += 1
+        self._act()
+        for group in self._groups:
+            group["lr"] = 0.0
+            # DeepSpeed steps partitions of its own.
+            for each in () if is_deepspeed(self._trainer.accelerator) else group["params"]:
+                each.grad = None
+
+
+def gradients_of(trainer: TrainerLike) -> Iterator[tuple[str, Tensor | None]]:
+    """The gradients that the optimizer is about to use; a collective for each parameter that is gathered."""
+    model = trainer.model_wrapped
+    taken: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # noqa: E731
+    whole: Any = nullcontext()
+    if is_deepspeed(trainer.accelerator):
+        taken = import_module("deepspeed.utils").safe_get_full_grad
+    elif is_fsdp1(model):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if not model._use_orig_params:
+            raise UnsupportedSetupError(
+                "got FSDP1 with use_orig_params=False, whose gradients have no names; expected True; set it in "
+                "fsdp_config"
+            )
+        whole = FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True)
+    with whole:
+        for name, each in named(model):
+            if each.requires_grad:
+                yield name, taken(each)
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether FSDP1 holds a part of a model."""
+    return any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules())
+
+
+def engine_of(trainer: TrainerLike) -> str:
+    """What stands around the model, in words."""
+    state, kind = trainer.accelerator.state, trainer.accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        return f"DeepSpeed ZeRO-{state.deepspeed_plugin.zero_stage}"
+    if kind == DistributedType.FSDP:
+        return f"FSDP{getattr(state.fsdp_plugin, 'fsdp_version', 1)}"
+    shared = trainer.args.world_size // data_ranks(trainer)
+    return f"tensor parallel {shared}" if shared > 1 else "DDP" if trainer.args.world_size > 1 else ""

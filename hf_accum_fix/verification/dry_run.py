@@ -10,18 +10,16 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
 
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.copies import copied_model, copy_for_split, nothing
+from hf_accum_fix.verification.copies import AtTheStep, copied_model, copy_for_split, gradients_of, nothing
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.projection import projections_of
 from hf_accum_fix.verification.reference import Split
-from hf_accum_fix.verification.sharded import AtTheStep, gradients_of
 
 #: The attribute of a trainer with the model as the loop has wrapped it.
 _WRAPPED: Final = "_hf_accum_fix_wrapped"
@@ -43,18 +41,6 @@ class DryRun(NamedTuple):
     convention: Convention
 
 
-class _AtBegin(TrainerCallback):
-    """Start the training at a later step, and call a function once its methods are wrapped."""
-
-    def __init__(self, step: int, function: Callable[[], None]) -> None:
-        self._step, self._function = step, function
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the step, because the trainer's own code may read it."""
-        state.global_step = self._step
-        self._function()
-
-
 def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
@@ -70,7 +56,6 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
         # In the order of the parameters, as those of the reference.
         kept = [*projections_of(gradients_of(actor)).values()] if shards else take(parameters)
 
-    at_the_step = AtTheStep(actor, keep)
     if shards:
         actor.model = actor.model_wrapped = copied_model(trainer.model)
     else:
@@ -84,7 +69,9 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     losses: list[Tensor] = []
     windows = 0
 
-    def listen() -> None:
+    def begin(state: Any) -> None:
+        """Once its methods are wrapped: the trainer's own code may read the step."""
+        state.global_step = max(step - 1, 0)
         outermost: Callable[..., Tensor] = actor.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Tensor:
@@ -98,7 +85,8 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
 
         actor.training_step = training_step
 
-    actor.callback_handler.callbacks += [at_the_step, _AtBegin(max(step - 1, 0), listen)]
+    at_the_step = AtTheStep(actor, keep, begin)
+    actor.callback_handler.callbacks.append(at_the_step)
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
     try:
         actor.train()

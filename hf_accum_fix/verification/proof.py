@@ -16,19 +16,18 @@ import torch
 import transformers
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.engines.difference import factor_in_words
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.copies import AtTheStep, Reached, engine_of, gradients_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, fingerprint, hash_of, projections_of
 from hf_accum_fix.verification.reference import MIXED, Reference, Scene
 from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell
 from hf_accum_fix.verification.restore import unseen, without_dropout
-from hf_accum_fix.verification.sample import Drawn, draw
-from hf_accum_fix.verification.sharded import AtTheStep, Reached, engine_of, gradients_of
+from hf_accum_fix.verification.sample import Drawn, draw, leaves
 
 _FORMAT: Final = 2
 #: Another layout adds up in another order: this many tolerances of the proof are noise, or machine epsilons of the
@@ -137,10 +136,9 @@ class Against(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as data for JSON."""
-        of_side = ("model", "layout", "ranks", "steps", "eps", "releases", "samples")
-        side = {name: getattr(self.here, name) for name in of_side}
-        verdict = self.verdict.to_dict()
-        return {"ok": bool(self), "verdict": verdict, "error": self.error, "limit": self.limit, "side": side}
+        side = {name: value for name, value in vars(self.here).items() if name not in ("gradient", "parameters")}
+        answer = {"ok": bool(self), "verdict": self.verdict.to_dict(), "error": self.error}
+        return {**answer, "limit": self.limit, "side": side}
 
 
 def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
@@ -216,7 +214,7 @@ def _of_layout(trainer: TrainerLike, rows: Sequence[Any], drawn: Drawn) -> Proof
         steps=steps,
         eps=max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point),
         releases={each.__name__: str(each.__version__) for each in (transformers, accelerate, torch)},
-        samples=sorted(hash_of(*tree_leaves(drawn.collate([row]))) for row in rows),
+        samples=sorted(hash_of(*leaves(drawn.collate([row]))) for row in rows),
         parameters=parameters,
         gradient={},
     )

@@ -15,7 +15,6 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.accumulation.noise import random_states, seed
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.python_state import state_of
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
@@ -23,7 +22,6 @@ from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, ha
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.projection import named, projections_of
-from hf_accum_fix.verification.restore import restored
 from hf_accum_fix.verification.sample import Collate, micro_batches
 
 FULL = "full batch in one forward"
@@ -59,8 +57,8 @@ class Noise:
 class Reference:
     """The expected gradient (on the CPU) and loss of every split of a global batch, without the router loss.
 
-    ``decomposes``: whether parts of the batch add up to it; ``eps``: of the scene; ``words``: how it was computed;
-    ``least``: smallest tolerance, where an engine adds up in another order.
+    ``decomposes``: whether parts of the batch add up to it; ``words``: how it was computed; ``least``: the smallest
+    tolerance.
     """
 
     gradient: list[Tensor | None]
@@ -68,14 +66,13 @@ class Reference:
     noise: Noise
     words: str
     decomposes: bool
-    eps: float
+    least: float
     notes: tuple[str, ...] = ()
-    least: float = 0.0
 
     @property
     def tolerance(self) -> float:
         """The largest relative error that counts as exact."""
-        return max(FLOORS * self.noise.floor, _LEAST * self.eps, self.least)
+        return max(FLOORS * self.noise.floor, self.least)
 
 
 @dataclass(frozen=True)
@@ -299,7 +296,7 @@ def _full(scene: Scene) -> Reference:
         # If samples are coupled, a batch that holds them twice differs by more than noise.
         if doubled.floor * FLOORS <= WIDEST:
             noise = max(noise, doubled, key=lambda each: each.floor)
-    return Reference(gradient, loss, noise, FULL, decomposes, scene.eps, notes)
+    return Reference(gradient, loss, noise, FULL, decomposes, _LEAST * scene.eps, notes)
 
 
 def _streamed(scene: Scene, own: int) -> Reference:
@@ -314,27 +311,19 @@ def _streamed(scene: Scene, own: int) -> Reference:
     gradient = on_cpu(summed)
     del summed
     _check(scene, gradient)
-    # Batches of two samples run other kernels, with other roundings.
-    pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
-    try:
+    if own > 1:
+        # Batches of two samples run other kernels, with other roundings.
+        pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
         noise = _difference(_summed(scene, pairs)[1], gradient)
         rounded = _is_rounding(scene, noise, rows[:2])
-        fits = True
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        fits = False
-    if not fits:
-        # Not inside the handler: there the error still holds the tensors of the forward that did not fit.
-        take(scene.parameters)
-        noise = _difference(_summed(scene, [[row] for row in rows[::-1]])[1], gradient)
-        rounded = True
+    else:
+        noise, rounded = _difference(_summed(scene, [[row] for row in rows[::-1]])[1], gradient), True
     if not rounded:
         raise ContractError(
             f"got gradients of single samples and of pairs that differ by {noise.floor:.2g}; expected the same sum, to "
             "stream the reference; verify a global batch that fits in one forward"
         )
-    return Reference(gradient, loss, noise, STREAMED, True, scene.eps, notes)
+    return Reference(gradient, loss, noise, STREAMED, True, _LEAST * scene.eps, notes)
 
 
 # --- noise ----------------------------------------------------------------------------------------------------------
@@ -381,27 +370,11 @@ def _again(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> Noise:
     """
     noise = _difference(_of_whole(scene, rows, number=1), gradient)
     if not noise.floor * FLOORS <= WIDEST:
-        _refuse_memory(scene, rows)
         raise UnsupportedSetupError(
             f"the gradient is random: got two that differ by {noise.floor:.2g} for the same samples without dropout; "
             "expected one; switch masking, jitter and augmentation off"
         )
     return noise
-
-
-def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
-    """Refuse a loss that depends on state that the trainer or the model keeps between calls, and name the state."""
-    found = []
-    for number in (1, 2):
-        with restored(scene.trainer) as state:
-            found.append(on_cpu(_of_whole(scene, rows, number=number)))
-            named = {str(name) for each in state.kept if isinstance(each.before, dict) for name in each.differing()}
-            drew = any(isinstance(each.before, bytes) and state_of(each.holder) != each.before for each in state.kept)
-    if _difference(*found).floor * FLOORS <= WIDEST and named and not drew:
-        raise UnsupportedSetupError(
-            f"got a loss of the same samples that changes from call to call with {', '.join(sorted(named)[:5])}; "
-            "expected a loss that depends on the samples only; verify a trainer without that state"
-        )
 
 
 def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: int = 0) -> list[Tensor | None]:

@@ -18,7 +18,6 @@ PATCHED: Final = "apply()"
 _COLUMNS: Final = ("split", "mode", "gradient", "error", "logged", "answer")
 #: Largest 1 - cosine of a multiple of the right gradient, in squares of its error.
 _PARALLEL: Final = 0.05
-_EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
 
 
 class Kind(IntEnum):
@@ -119,28 +118,6 @@ class SplitResult:
 
 
 @dataclass(frozen=True)
-class EvalResult:
-    """The ``eval_loss`` of a trainer for one eval batch size, and the mean over the items of the evaluation set.
-
-    Attributes:
-        mode: "stock", or "eval_loss=True", the option that reports the item mean.
-        per_device: the eval batch size.
-        eval_loss: as reported.
-        item_mean: the mean over the items of the same samples, computed one by one.
-    """
-
-    mode: str
-    per_device: int
-    eval_loss: float
-    item_mean: float
-
-    @property
-    def error(self) -> float:
-        """Relative to the item mean."""
-        return abs(self.eval_loss - self.item_mean) / abs(self.item_mean) if self.item_mean else abs(self.eval_loss)
-
-
-@dataclass(frozen=True)
 class VerificationReport:
     """Whether a trainer's gradient depends on the split of the global batch; true if the verdict is exact.
 
@@ -156,7 +133,6 @@ class VerificationReport:
         floor: relative difference of two references without accumulation: the noise of dtype and kernels.
         tolerance: largest relative error that counts as exact.
         results: one per window, split and mode.
-        evaluation: one per mode and eval batch size; empty without an evaluation set.
         notes: what was changed for the comparison, and what was not verified.
         own: samples x accumulation steps of the trainer's arguments.
     """
@@ -174,7 +150,6 @@ class VerificationReport:
     floor: float = 0.0
     tolerance: float = 0.0
     results: tuple[SplitResult, ...] = ()
-    evaluation: tuple[EvalResult, ...] = ()
     notes: tuple[str, ...] = ()
     own: tuple[int, int] = (0, 0)
 
@@ -198,7 +173,6 @@ class VerificationReport:
             **asdict(self),
             "verdict": self.verdict.to_dict(),
             "results": [{**asdict(result), "verdict": result.verdict.to_dict()} for result in self.results],
-            "evaluation": [{**asdict(each), "error": each.error} for each in self.evaluation],
         }
 
     def to_text(self) -> str:
@@ -219,20 +193,13 @@ class VerificationReport:
             lines.append(f"global batch: {', '.join(counts)}; reference: {self.reference}")
             lines.append(f"exact: a relative error up to {self.tolerance:.1e}; the noise is {self.floor:.1e}")
         lines = _wrapped(*lines, *(f"note: {note}" for note in self.notes))
-        lines += ["", *_rows(self.results)] if self.results else []
-        evaluated = [
-            (str(each.per_device), each.mode, f"{each.eval_loss:.6g}", f"{each.item_mean:.6g}", f"{each.error:.1e}")
-            for each in self.evaluation
-        ]
-        return "\n".join(lines + (["", *table(_EVAL_COLUMNS, evaluated)] if evaluated else []))
+        return "\n".join(lines + (["", *_rows(self.results)] if self.results else []))
+
+    __str__ = to_text
 
     def __bool__(self) -> bool:
         """Whether the verdict is exact."""
         return self.ok
-
-    def __str__(self) -> str:
-        """The text, so that print(verify(trainer)) shows it."""
-        return self.to_text()
 
     def plot(self, path: str | Path) -> None:
         """Draw the relative gradient error of every split on a log scale; the file extension is the format.

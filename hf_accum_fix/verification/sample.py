@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
@@ -23,6 +22,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.projection import hash_of
 from hf_accum_fix.verification.restore import WholeState
 
 Collate = Callable[[list[Any]], Any]
@@ -67,10 +67,9 @@ def splits_of(
         fits = isinstance(pair, tuple) and len(pair) == 2 and 1 <= pair[0] <= samples <= pair[0] * pair[1]
         if not fits and pair != own:
             got = "x".join(map(str, pair)) if isinstance(pair, tuple) else repr(pair)
-            number = f"{samples} sample{'' if samples == 1 else 's'}"
             raise OptionsError(
-                f"got {got} in splits; expected samples per micro-batch x accumulation steps that hold the {number} of "
-                f"a rank, with no more samples per micro-batch; {shown}"
+                f"got {got} in splits; expected samples per micro-batch x accumulation steps that hold the {samples} "
+                f"sample{'s' * (samples != 1)} of a rank, with no more samples per micro-batch; {shown}"
             )
     return [pair for pair in pairs if isinstance(pair, tuple)]
 
@@ -224,28 +223,16 @@ def fresh(collate: Collate) -> Collate:
     """Pass copies to the collator, because it may pop fields of its samples or write into them."""
 
     def on_copies(rows: list[Any]) -> Any:
-        return collate([copied(row) for row in rows])
+        return collate([_copied(row) for row in rows])
 
     return on_copies
 
 
-def copied(value: Any) -> Any:
-    """Copy a sample's containers, tensors and arrays; share other objects (images, readers)."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, MutableMapping):
-        mapping = copy.copy(value)
-        mapping.update((key, copied(value[key])) for key in value)
-        return mapping
-    if type(value) in (list, tuple, set):
-        return type(value)(map(copied, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        record = copy.copy(value)
-        vars(record).update((name, copied(each)) for name, each in vars(value).items())
-        return record
-    return value
+def _copied(row: Any) -> Any:
+    try:
+        return copy.deepcopy(row)
+    except Exception:  # Readers and the like; these are shared.
+        return row
 
 
 # --- a collator that draws at random ----------------------------------------------------------------------------------
@@ -255,15 +242,11 @@ def _is_random(collate: Collate, rows: list[Any]) -> bool:
     batches = []
     for number in (0, 1):
         seed(number)
-        batches.append(collate(list(rows)))
-    return not _equal(*batches)
+        batches.append(hash_of(*leaves(collate(list(rows)))))
+    return batches[0] != batches[1]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other) if isinstance(one, (int, float, str, bool, type(None))) else True
+def leaves(batch: Any) -> list[Any]:
+    """The tensors and plain values of a batch."""
+    found = tree_leaves({**batch} if isinstance(batch, Mapping) else batch)
+    return [each for each in found if isinstance(each, (Tensor, int, float, str, type(None)))]

@@ -195,7 +195,7 @@ def test_the_proof_of_7b_parameters_is_below_1_mb(tmp_path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The proof of 8 samples, by one process in float32."""
     path = tmp_path_factory.mktemp("proof") / "proof.json"
-    report = hf_accum_fix.verify(proof_script.trainer_of([]), [8], with_apply=False, eval_samples=0, save=path)
+    report = hf_accum_fix.verify(proof_script.trainer_of([]), [8], with_apply=False, save=path)
     assert report and not any("no proof" in note for note in report.notes)
     return path
 
@@ -230,7 +230,7 @@ def test_a_planted_fault_is_found(saved: Path, fault: str, words: str) -> None:
 def test_other_precisions(dtype: str, tmp_path: Path) -> None:
     """In bfloat16 1 % of one parameter is rounding; half of the gradient is not."""
     path, split = tmp_path / "p.json", ["--dtype", dtype, "--size", "2", "--steps", "4"]
-    hf_accum_fix.verify(proof_script.trainer_of(["--dtype", dtype]), [8], with_apply=False, eval_samples=0, save=path)
+    hf_accum_fix.verify(proof_script.trainer_of(["--dtype", dtype]), [8], with_apply=False, save=path)
     proof = Proof.load(path)
     right = hold_against(proof_script.trainer_of(split), proof)
     assert right and right.error is not None and right.error < (1e-13 if dtype == "float64" else 0.03), str(right)
@@ -241,7 +241,7 @@ def test_other_precisions(dtype: str, tmp_path: Path) -> None:
 
 def test_a_parameter_that_no_loss_uses_is_no_fault(tmp_path: Path) -> None:
     path, unused = tmp_path / "p.json", ["--fault", "unused"]
-    hf_accum_fix.verify(proof_script.trainer_of(unused), [8], with_apply=False, eval_samples=0, save=path)
+    hf_accum_fix.verify(proof_script.trainer_of(unused), [8], with_apply=False, save=path)
     assert hold_against(proof_script.trainer_of([*unused, "--size", "2", "--steps", "4"]), Proof.load(path))
 
 
@@ -264,7 +264,7 @@ def test_stock_and_this_package_against_one_proof(cls: type, tmp_path: Path) -> 
     """A head that drops the number: stock is G times too large."""
     head, path = "bert-classes", tmp_path / "p.json"
     made = trainer_of(head, tmp_path, per_device=8, accumulate=1)
-    assert hf_accum_fix.verify(made, [8], with_apply=False, eval_samples=0, save=path)
+    assert hf_accum_fix.verify(made, [8], with_apply=False, save=path)
     found = hold_against(trainer_of(head, tmp_path, cls=cls, per_device=2, accumulate=4), Proof.load(path))
     if cls is Trainer:
         assert "4 times the proof's in every parameter (G)" in found.verdict.words
@@ -283,7 +283,7 @@ def test_a_random_collator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedSetupError, match="random collator"):
         hold_against(trainer, PROOF)
     report = hf_accum_fix.verify(
-        small(Regression(), tmp_path, samples, data_collator=collate), [2], eval_samples=0, save=tmp_path / "p.json"
+        small(Regression(), tmp_path, samples, data_collator=collate), [2], save=tmp_path / "p.json"
     )
     assert any("no proof was saved: got a random collator" in note for note in report.notes)
 
