@@ -195,6 +195,14 @@ class Bare(Trainer):
         return model(**inputs)["loss"]
 
 
+class OfRows(Trainer):
+    """Its batches are lists of rows."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(torch.stack([row["x"] for row in inputs]), torch.stack([row["labels"] for row in inputs]))
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -312,6 +320,7 @@ def row(
         row("overflow of a split", of(lambda: Regression().float(), in_float32(1e3), cls=OverflowsInAWindow), OFF,
             "overflow", splits=[1], with_apply=False),
         row("calls counted", of(Regression, cls=Counts), UNKNOWN, "random"),
+        row("lists of rows", of(Regression, cls=OfRows, data_collator=list), OFF, "no split can equal", splits=[3]),
         row("pairs", of(Pairs), OFF, "no split can equal", marks=SLOW),
         row("noisy gradients", of(noisy_gradients), UNKNOWN, "random", marks=SLOW),
         row("mixup", of(Mixup), UNKNOWN, "random", marks=SLOW),
