@@ -51,15 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parsed(argv, name)
         code: int = import_module(f"{__name__}.{arguments.name}").execute(arguments)
-    except AccumFixError as error:
-        complain(f"hf-accum-fix {name}: {error}")
+    except (AccumFixError, KeyboardInterrupt, ModuleNotFoundError) as error:
+        install = "; install it, or reinstall hf-accum-fix" if isinstance(error, ModuleNotFoundError) else ""
+        complain(f"hf-accum-fix {name}: {str(error) or 'interrupted'}{install}")
         code = WRONG_USAGE if isinstance(error, OptionsError) else COULD_NOT_TELL
-    except KeyboardInterrupt:
-        complain(f"hf-accum-fix {name}: interrupted")
-        code = COULD_NOT_TELL
-    except ModuleNotFoundError as error:
-        complain(f"hf-accum-fix {name}: {error}; install it, or reinstall hf-accum-fix")
-        code = COULD_NOT_TELL
     except Exception:
         # Python's exit code for a crash, 1, would mean "affected".
         complain(traceback.format_exc().rstrip())

@@ -93,13 +93,8 @@ class SplitResult:
     @property
     def split(self) -> str:
         """Samples x accumulation steps, as the tables show it."""
-        short = f" ({self.micro_batches} of {self.steps})" if self.is_short else ""
+        short = "" if self.micro_batches == self.steps else f" ({self.micro_batches} of {self.steps})"
         return f"{self.per_device} x {self.steps}{short}"
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the window has fewer micro-batches than accumulation steps."""
-        return self.micro_batches != self.steps
 
     @property
     def amount(self) -> str:
@@ -284,7 +279,7 @@ def _rows(results: Sequence[SplitResult]) -> list[str]:
     lines = [head, rule]
     for row, result in zip(rows, results, strict=True):
         lines += [row, *_wrapped(_reason(result), indent=4)]
-    if any(each.is_short for each in results):
+    if any(each.micro_batches != each.steps for each in results):
         lines += wrapped("(k of G): a short last window, k micro-batches at G accumulation steps")
     return lines
 

@@ -23,7 +23,6 @@ from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.projection import hash_of
-from hf_accum_fix.verification.restore import WholeState
 
 Collate = Callable[[list[Any]], Any]
 
@@ -190,30 +189,16 @@ def _stacked(key: str, values: list[Any]) -> Any:
 
 
 def _refuse_streams_that_run_out(loader: Any) -> None:
-    """Refuse a stream that cannot be rewound, without reading a sample."""
+    """Refuse a stream that is its own iterator: what is read of it here would be lost to the training."""
     dataset: Any = getattr(loader, "dataset", loader)
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
-        return
     while isinstance(inner := getattr(dataset, "dataset", None), IterableDataset):
         dataset = inner
-    one, other = iter(dataset), iter(dataset)
-    read = (type(dataset).__iter__, *((type(one).__iter__,) if hasattr(one, "__iter__") else ()))
-    with WholeState(dataset, *read, follow_modules=True) as state:
-        runs_out = one is other or any(map(_runs_out, state.reached.values()))
-    if runs_out:
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if is_stream and iter(dataset) is iter(dataset):
         raise UnsupportedSetupError(
             f"got {type(dataset).__name__}, a stream that cannot be rewound, so that training would lose the samples "
             "read here; expected one that can; pass some of its samples: samples=[...]"
         )
-
-
-def _runs_out(value: Any) -> bool:
-    """Whether reading a sample removes it: an iterator, a queue, a pipe, a socket."""
-    kind = type(value)
-    # A file system also has get and put, but no empty.
-    return any(hasattr(kind, name) for name in ("__next__", "recv", "poll", "get_nowait")) or all(
-        hasattr(kind, name) for name in ("get", "put", "empty")
-    )
 
 
 # --- samples that a collator may change -------------------------------------------------------------------------------

@@ -82,7 +82,14 @@ def verify(
         type(trainer).__name__, head, transformers.__version__, active_mode(trainer), could_not_tell("nothing was run")
     )
     try:
-        _check(trainer)
+        off = check_setup(trainer)
+        if VERIFY in off:
+            raise SeamError(off[VERIFY])
+        refuse_shards(trainer)
+        if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+            raise UnsupportedSetupError(
+                "got a model without a trainable parameter; expected at least one; set requires_grad"
+            )
         progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
         with progress.kept_up(), unseen(trainer), plugins_copied(trainer):
             return _verified(trainer, blank, splits, windows, reference, samples, with_apply, step, save, progress.say)
@@ -95,17 +102,6 @@ def verify(
             raise
         words = f"{error}{PROOF}" if no_memory else str(error)
         return replace(blank, verdict=could_not_tell(words), world_size=trainer.args.world_size)
-
-
-def _check(trainer: TrainerLike) -> None:
-    off = check_setup(trainer)
-    if VERIFY in off:
-        raise SeamError(off[VERIFY])
-    refuse_shards(trainer)
-    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
-        raise UnsupportedSetupError(
-            "got a model without a trainable parameter; expected at least one; set requires_grad"
-        )
 
 
 def _verified(
