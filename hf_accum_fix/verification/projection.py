@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from hf_accum_fix.engines.engine import bare_name
@@ -78,5 +78,5 @@ def _whole(value: Any) -> Tensor:
 
 
 def _of_first(found: dict[str, Any]) -> dict[str, Any]:
-    shared: dict[str, Any] = broadcast_object_list([found])[0]
+    shared: dict[str, Any] = gather_object([found])[0]
     return shared
