@@ -162,6 +162,11 @@ class Options:
             raise OptionsError(
                 f"got coupled={modules!r}; expected a tuple of module names, such as coupled=('text_projection',)"
             )
+        if modules and self.coupled_loss == "micro-batch":
+            raise OptionsError(
+                f"got coupled={modules!r} with coupled_loss='micro-batch', which reads no module; expected 'rank' or "
+                "'exact'; set coupled_loss, or omit coupled"
+            )
         weights = self.contract is not None or self.drop_duplicates
         if self.coupled_loss != "micro-batch" and weights:
             raise OptionsError(

@@ -32,7 +32,7 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
     Raises:
         AssertionError: if a split is off, or has no answer; with the report.
     """
-    report = verify(trainer, **{"with_apply": False, "eval_samples": 0, **how})
+    report = verify(trainer, **{"with_apply": False, **how})
     verdict = report.verdict_of(report.active)
     if verdict.kind is not Kind.EXACT:
         raise AssertionError(f"{verdict}\n\n{report}")

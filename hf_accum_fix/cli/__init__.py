@@ -10,7 +10,6 @@ import argparse
 import errno
 import os
 import sys
-import textwrap
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,15 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parsed(argv, name)
         code: int = import_module(f"{__name__}.{arguments.name}").execute(arguments)
-    except AccumFixError as error:
-        complain(f"hf-accum-fix {name}: {error}")
+    except (AccumFixError, KeyboardInterrupt, ModuleNotFoundError) as error:
+        install = "; install it, or reinstall hf-accum-fix" if isinstance(error, ModuleNotFoundError) else ""
+        complain(f"hf-accum-fix {name}: {str(error) or 'interrupted'}{install}")
         code = WRONG_USAGE if isinstance(error, OptionsError) else COULD_NOT_TELL
-    except KeyboardInterrupt:
-        complain(f"hf-accum-fix {name}: interrupted")
-        code = COULD_NOT_TELL
-    except ModuleNotFoundError as error:
-        complain(f"hf-accum-fix {name}: {error}; install it, or reinstall hf-accum-fix")
-        code = COULD_NOT_TELL
     except Exception:
         # Python's exit code for a crash, 1, would mean "affected".
         complain(traceback.format_exc().rstrip())
@@ -105,18 +99,6 @@ def _flush(stream: TextIO | None) -> OSError | None:
     return None
 
 
-def _filled(text: str) -> str:
-    """Paragraphs in 80 columns; one with an indented line, such as a table, line by line."""
-
-    def fill(paragraph: str) -> str:
-        lines = paragraph.splitlines() if "\n " in paragraph else [paragraph]
-        return "\n".join(
-            textwrap.fill(line, 80, subsequent_indent="     " if line[:1] == " " else "") for line in lines
-        )
-
-    return "\n\n".join(map(fill, text.strip().split("\n\n")))
-
-
 def _parsed(argv: Sequence[str], asked: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hf-accum-fix", description="Exact gradient accumulation for Hugging Face Transformers."
@@ -127,7 +109,7 @@ def _parsed(argv: Sequence[str], asked: str) -> argparse.Namespace:
         command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == asked:
             module = import_module(f"{__name__}.{name}")
-            command.description, command.epilog = _filled(module.DESCRIPTION), _filled(module.EPILOG)
+            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
             module.add_arguments(command)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -44,25 +44,20 @@ it, trains at the right gradient, and what to do if not. --verbose lists the
 defects of the release, the runs that each affects, and what apply() would do.
 
 The release number decides; in a release newer than our tests, the lines of each
-known defect are looked for in its code. Before doctor recommends a command it
-imports transformers.trainer in a separate process, to check that the
-installation works.
+known defect are looked for in its code.
 """
 
 EPILOG: Final = f"""\
 exit code:
   0  clean: no defect in the installed release, or the patch is on in this
-     process, as under: hf-accum-fix run hf-accum-fix doctor
-     (--verbose marks defects that the patch does not fix)
-     with --model: this process trains that model right
+     process; with --model: this process trains that model right
   1  defects that nothing fixes in this process; with --model: it trains that
      model wrong
   2  wrong usage
-  3  could not tell: transformers is not installed, older than {OLDEST}, or a
-     pre-release of an older one than {NEWEST}; its Trainer cannot be imported;
-     a newer release has no known defect's lines; the patch is on, but our tests
-     have not run the release; or the model of --model cannot be built, fed or
-     verified
+  3  could not tell: transformers is not installed, cannot be imported, is older
+     than {OLDEST}, or has the lines of no known defect; the patch is on in a
+     release that our tests have not run; or the model of --model cannot be
+     built, fed or verified
 """
 
 
@@ -86,16 +81,14 @@ class Diagnosis:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
-    parser.add_argument(
-        "--model",
-        metavar="CLASS|FOLDER",
-        help="verify this model on made-up samples instead: a class of transformers, or a checkpoint's, built small",
-    )
+    about = "verify this model on made-up samples instead: a class of transformers, or a checkpoint's, built small"
+    parser.add_argument("--model", metavar="CLASS|FOLDER", help=about)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--verbose", action="store_const", const=to_verbose, dest="form", help="every defect of the release"
-    )
-    form.add_argument("--json", action="store_const", const=to_json, dest="form", help="as JSON")
+    for flag, function, about in (
+        ("--verbose", to_verbose, "every defect of the release"),
+        ("--json", to_json, "as JSON"),
+    ):
+        form.add_argument(flag, action="store_const", const=function, dest="form", help=about)
     parser.set_defaults(form=to_text)
 
 
@@ -115,7 +108,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from hf_accum_fix.cli.made_up import verified
 
     report = verified(arguments.model)
-    write((json.dumps(report.to_dict(), indent=2) if arguments.form is to_json else report.to_text()) + "\n")
+    write((json.dumps(report.to_dict(), indent=2) if arguments.form is to_json else str(report)) + "\n")
     return report.verdict.kind
 
 
@@ -186,40 +179,31 @@ def _is_on(report: Report) -> bool:
     return report.state == "applied" and not report.missing
 
 
-def answer(diagnosis: Diagnosis) -> str:
-    """The answer in one line, and what to do."""
-    return "; ".join(_answer(diagnosis))
-
-
 def _answer(diagnosis: Diagnosis) -> list[str]:
     """The answer, and what to do, a line each."""
-    report = diagnosis.report
+    report, verdict = diagnosis.report, diagnosis.verdict
     about = f"transformers {report.environment.transformers or '(not installed)'}"
-    if diagnosis.verdict is Verdict.COULD_NOT_TELL:
-        if not diagnosis.broken and _is_on(report):
-            return [f"{about}: the patch is on and fits, but this release is not in our tests", _CHECK]
+    if verdict is Verdict.COULD_NOT_TELL and not diagnosis.broken and _is_on(report):
+        return [f"{about}: the patch is on and fits, but this release is not in our tests", _CHECK]
+    if verdict is Verdict.COULD_NOT_TELL:
         return [f"{about}: could not tell"]
-    words = _of_release(report, diagnosis.verdict)
-    if diagnosis.verdict is Verdict.CLEAN:
-        return [f"{about}: {words}"]
-    if report.plan.refusal is not None:
-        return [f"{about}: {words}", "the patch is refused, see below"]
-    return [f"{about}: {words}", _RUN if report.plan.untested is None else f"{_RUN}, then {_CHECK}"]
-
-
-def _of_release(report: Report, verdict: Verdict) -> str:
-    """The release's effect on many models."""
     if verdict is Verdict.CLEAN:
-        fixed, present = len(report.plan.fixed), len(report.present)
-        return f"fine, the patch is on and fixes {fixed} of {present} defects" if present else "fine, no known defect"
+        present = len(report.present)
+        on = f"the patch is on and fixes {len(report.plan.fixed)} of {present} defects"
+        return [f"{about}: fine, {on if present else 'no known defect'}"]
     names = {decision.defect.name for decision in report.present}
-    factor = next((factor for name, factor in _COMMON.items() if name in names), None)
-    return "affected" if factor is None else f"affected, many models {factor} at G = 8"
+    factor = next((f", many models {factor} at G = 8" for name, factor in _COMMON.items() if name in names), "")
+    do = _RUN if report.plan.untested is None else f"{_RUN}, then {_CHECK}"
+    return [f"{about}: affected{factor}", do if report.plan.refusal is None else "the patch is refused, see below"]
 
 
 def to_json(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, with `Report.to_dict()`."""
-    found = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
+    found = {
+        "answer": "; ".join(_answer(diagnosis)),
+        "verdict": diagnosis.verdict.name.lower(),
+        "reason": diagnosis.reason,
+    }
     details = {**diagnosis.report.to_dict(), "limits": [asdict(LIMIT)]}
     details["engine_defects"] = [{"installed": release, **asdict(row)} for release, row in installed_engine_defects()]
     return json.dumps({**found, **details}, indent=2)
@@ -228,7 +212,7 @@ def to_json(diagnosis: Diagnosis) -> str:
 def to_text(diagnosis: Diagnosis) -> str:
     """The answer and its reasons, on one screen."""
     report = diagnosis.report
-    letters = ["G: gradient_accumulation_steps"] if " G = " in answer(diagnosis) else []
+    letters = ["G: gradient_accumulation_steps"] if " G = " in _answer(diagnosis)[0] else []
     lines = [*letters, f"why: {diagnosis.reason}", *_in_the_way(diagnosis), _installed(diagnosis)]
     if report.present:
         fixed = len(report.plan.fixed)
@@ -244,8 +228,8 @@ def to_text(diagnosis: Diagnosis) -> str:
 
 def to_verbose(diagnosis: Diagnosis) -> str:
     """The same, with every defect of the release, and what apply() does."""
-    blocks = [wrapped(*_answer(diagnosis)), [_LEGEND]]
-    blocks.append(wrapped(f"why: {diagnosis.reason}", _installed(diagnosis)))
+    legend = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the links."
+    blocks = [wrapped(*_answer(diagnosis)), [legend], wrapped(f"why: {diagnosis.reason}", _installed(diagnosis))]
     for decision in diagnosis.report.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no single factor"
@@ -260,9 +244,6 @@ def to_verbose(diagnosis: Diagnosis) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-_LEGEND: Final = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the links."
-
-
 def _installed(diagnosis: Diagnosis) -> str:
     return f"hf-accum-fix {diagnosis.report.version}, {versions(diagnosis.report.environment)}"
 
@@ -274,15 +255,13 @@ def _engines() -> list[tuple[str, EngineDefect]]:
 
 def _in_the_way(diagnosis: Diagnosis) -> list[str]:
     """What keeps the patch off, or makes it untested."""
-    report = diagnosis.report
-    if diagnosis.broken is not None:
-        return []
-    lines = [] if report.plan.refusal is None else [f"apply() refuses: {report.plan.refusal}"]
-    if report.missing:
-        lines.append(f"dropped by a later patch: {', '.join(report.missing)}")
-    if report.plan.untested is not None and report.plan.refusal is None:
-        lines.append(f"apply() fits, but {report.plan.untested}")
-    return lines
+    plan, missing = diagnosis.report.plan, diagnosis.report.missing
+    lines = [f"dropped by a later patch: {', '.join(missing)}"] if missing else []
+    if plan.refusal is not None:
+        lines = [f"apply() refuses: {plan.refusal}", *lines]
+    elif plan.untested is not None:
+        lines.append(f"apply() fits, but {plan.untested}")
+    return lines if diagnosis.broken is None else []
 
 
 def _what_apply_does(diagnosis: Diagnosis) -> list[str]:

@@ -11,7 +11,7 @@ from hf_accum_fix.reporting import wrapped
 from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Limit
 from hf_accum_fix.upstream.engine_defects import ENGINE_DEFECTS, EngineDefect
 
-DESCRIPTION: Final = "Explain one defect of transformers or DeepSpeed; without a name, list all defects."
+DESCRIPTION: Final = "Explain one defect of transformers or DeepSpeed; without a name, list all."
 EPILOG: Final = "exit code: 0, or 2 for an unknown name."
 
 Row: TypeAlias = Defect | EngineDefect | Limit

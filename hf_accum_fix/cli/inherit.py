@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Final
 
 from hf_accum_fix.cli.require import report_on
-from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, OptionsError
 from hf_accum_fix.options import SWITCH, Options, on_the_command_line, options_from
 
 VARIABLE: Final = "PYTHON_HF_ACCUM_FIX"
@@ -24,9 +23,6 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
     """The environment that makes every Python process apply the patch when it imports the Trainer.
 
     ``contract`` and the limits of `BalanceOptions` are not passed on.
-
-    Raises:
-        UnsupportedSetupError: if PYTHONPATH cannot hold the package's path.
     """
     passed = {name: value for name, value in inherited.items() if not name.startswith(VARIABLE)}
     given = {option.name: getattr(options, option.name) for option in on_the_command_line()}
@@ -35,21 +31,11 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
 
 
 def python_path(inherited: Mapping[str, str]) -> str:
-    """A PYTHONPATH on which our sitecustomize is found first.
-
-    Raises:
-        UnsupportedSetupError: if it cannot hold the package's path.
-    """
-    if os.pathsep in BOOTSTRAP:
-        raise UnsupportedSetupError(
-            f"got hf_accum_fix in {BOOTSTRAP}, whose {os.pathsep!r} separates entries of PYTHONPATH; expected a path "
-            "without it; install it in another folder, or call hf_accum_fix.apply() in the script"
-        )
+    """A PYTHONPATH on which our sitecustomize is found first."""
     before = inherited.get("PYTHONPATH", "")
     # Absolute, because a child may start in another folder and has to find this package.
     folders = [os.path.abspath(folder) for folder in before.split(os.pathsep)] if before else []  # noqa: PTH100
-    rest = [folder for folder in folders if folder != BOOTSTRAP]
-    return os.pathsep.join([BOOTSTRAP, *rest])
+    return os.pathsep.join([BOOTSTRAP, *(folder for folder in folders if folder != BOOTSTRAP)])
 
 
 def inherited_options(environment: Mapping[str, str]) -> Options:
@@ -63,9 +49,9 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
         given = json.loads(text)
         return options_from({name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        shown = text if len(text) <= 100 else f"{text[:100]}..."
         raise OptionsError(
-            f"got {VARIABLE}={shown!r}; expected the JSON of hf-accum-fix run; unset it, and start with that command"
+            f"got {VARIABLE}={text[:100]!r}; expected the JSON of hf-accum-fix run; unset it, and start with that "
+            "command"
         ) from error
 
 
@@ -83,9 +69,7 @@ def apply_inherited() -> str:
     try:
         handle = apply(**vars(inherited_options(os.environ)))
     except AccumFixError as error:
-        raise SystemExit(
-            f"hf-accum-fix: {error}" if _is_first_to_say(os.environ.get("TORCHELASTIC_ERROR_FILE")) else 1
-        ) from error
+        raise SystemExit(f"hf-accum-fix: {error}") from error
     if handle.active:
         report_on()
     if is_quiet():
@@ -93,20 +77,3 @@ def apply_inherited() -> str:
     if not handle.active:
         return f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}"
     return on_line(detect(), handle.plan)
-
-
-@cache
-def _is_first_to_say(place: str | None) -> bool:
-    """Whether no other rank of this machine has said it: torchrun ends all as soon as one ends, so not the first rank.
-
-    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: the folder above is that of this attempt.
-    """
-    if place is None:
-        return True
-    try:
-        os.close(os.open(Path(place).parents[1] / "hf_accum_fix", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    except (OSError, IndexError):
-        return True
-    return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -31,22 +32,18 @@ VARIABLE: Final = "PYTHON_VERIFY_BY_HF_ACCUM_FIX"
 ANSWER: Final = "answer.json"
 """The file with the answer, in the folder of the request."""
 
-PROOF: Final = "proof.json"
-"""The proof, in the same folder."""
-
 _PAUSE: Final = 0.05
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to verify, and where to write the answer.
+    """What to verify, and where to write what.
 
     Attributes:
         folder: for the answer; while it exists, the command waits.
         asked_by: the process of the command.
         splits, windows, step: arguments of `hf_accum_fix.verify`.
-        plot: file extension of the picture; None: no picture.
-        saves: whether to write a proof into the folder.
+        json, plot, save: files for the report, its picture and the proof, absolute; None: not asked for.
         against: the proof to hold the trainer against, instead; None: verify.
     """
 
@@ -55,8 +52,9 @@ class Request:
     splits: list[tuple[int, int]] | None
     windows: int
     step: int
-    plot: str | None
-    saves: bool = False
+    json: str | None = None
+    plot: str | None = None
+    save: str | None = None
     against: str | None = None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -103,16 +101,17 @@ def _answer(trainer: Any, request: Request) -> None:
     import hf_accum_fix
 
     try:
-        report, error = _report(trainer, request)
-        answer = {"code": int(report.verdict.kind), "text": str(report), "error": error, "report": report.to_dict()}
+        report = _report(trainer, request)
+        data = report.to_dict()
+        answer = {"code": int(report.verdict.kind), "text": str(report), "error": _written(report, data, request)}
     except hf_accum_fix.OptionsError as error:
-        answer = {"code": WRONG_USAGE, "text": "", "error": f"hf-accum-fix verify: {error}\n", "report": None}
+        answer = {"code": WRONG_USAGE, "text": "", "error": f"hf-accum-fix verify: {error}"}
     except hf_accum_fix.AccumFixError as error:
         text = f"could not tell: {error}"
-        verdict = {"kind": "could_not_tell", "words": text}
-        answer = {"code": COULD_NOT_TELL, "text": text, "error": "", "report": {"ok": False, "verdict": verdict}}
+        data = {"ok": False, "verdict": {"kind": "could_not_tell", "words": text}}
+        answer = {"code": COULD_NOT_TELL, "text": text, "error": _written(None, data, request)}
     except BaseException:
-        answer = {"code": COULD_NOT_TELL, "text": "", "error": traceback.format_exc(), "report": None}
+        answer = {"code": COULD_NOT_TELL, "text": "", "error": traceback.format_exc().rstrip()}
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -122,32 +121,34 @@ def _answer(trainer: Any, request: Request) -> None:
     draft.replace(Path(request.folder, ANSWER))
 
 
-def _report(trainer: Any, request: Request) -> tuple[VerificationReport | Against, str]:
-    """The report, and an error message on its picture."""
+def _report(trainer: Any, request: Request) -> VerificationReport | Against:
     import hf_accum_fix
 
     if request.against is not None:
-        from hf_accum_fix.verification.layout_side import hold_against
-        from hf_accum_fix.verification.proof import Proof
+        from hf_accum_fix.verification.proof import Proof, hold_against
 
-        return hold_against(trainer, Proof.load(Path(request.against))), ""
+        return hold_against(trainer, Proof.load(Path(request.against)))
     splits = None if request.splits is None else [(each[0], each[1]) for each in request.splits]
-    save = Path(request.folder, PROOF) if request.saves else None
-    report = hf_accum_fix.verify(trainer, splits, request.windows, step=request.step, save=save)
-    return report, _draw(report, request)
+    save = None if request.save is None else Path(request.folder, "proof.json")
+    return hf_accum_fix.verify(trainer, splits, request.windows, step=request.step, save=save)
 
 
-def _draw(report: VerificationReport, request: Request) -> str:
-    """Draw the picture; return the error message if that fails."""
-    if request.plot is None or not any(result.error is not None for result in report.results):
-        return ""
-    draft = Path(request.folder, f"{os.getpid()}{request.plot}")
-    try:
-        report.plot(draft)
-    except Exception as error:  # anything a backend raises; the report stands without the picture
-        return f"hf-accum-fix verify: cannot draw the picture: {error}\n"
-    draft.replace(Path(request.folder, f"plot{request.plot}"))
-    return ""
+def _written(report: Any, data: dict[str, Any], request: Request) -> str:
+    """Write the files on the first rank; the errors: the report stands without them."""
+    proof, errors = Path(request.folder, "proof.json"), list[str]()
+    drawn = report is not None and any(each["error"] is not None for each in data.get("results", []))
+    writing: list[tuple[str | None, bool, Callable[[str], object]]] = [
+        (request.json, True, lambda path: Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")),
+        (request.plot, drawn, lambda path: report.plot(path)),
+        (request.save, proof.is_file(), lambda path: shutil.copyfile(proof, path)),
+    ]
+    for path, has_it, write in writing if os.environ.get("RANK", "0") == "0" else ():
+        try:
+            if path is not None and has_it:
+                write(path)
+        except Exception as error:  # anything that a drawing backend raises
+            errors.append(f"hf-accum-fix verify: cannot write {path}: {getattr(error, 'strerror', None) or error}")
+    return "\n".join(errors)
 
 
 def _wait_for_the_end(request: Request) -> NoReturn:

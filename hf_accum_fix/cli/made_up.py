@@ -32,9 +32,10 @@ _LARGEST: Final = {
     r"embedding_size$|word_embed_proj_dim$|image_size$": 32,
     r"patch_size$": 8,
 }
-#: Endings of the classes whose labels can be made up: those of every token, or one of every sample.
+#: Endings of the classes whose labels can be made up: those of every token, one of every sample, boxes.
 _OF_TOKENS: Final = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
 _OF_SAMPLES: Final = ("ForSequenceClassification", "ForImageClassification")
+_OF_BOXES: Final = "ForObjectDetection"
 #: Tokens of the samples: eight micro-batches of two.
 _LENGTHS: Final = (7, 12, 5, 9, 8, 11, 6, 10) * 2
 
@@ -68,10 +69,15 @@ def _small_model(asked: str) -> Any:
             f"got {name!r}; expected a model class of transformers {transformers.__version__}, such as "
             f"{', '.join(like)}, or the folder of a checkpoint that names one"
         )
-    if not name.endswith((*_OF_TOKENS, *_OF_SAMPLES)):
+    if not name.endswith((*_OF_TOKENS, *_OF_SAMPLES, _OF_BOXES)):
         raise TypeError(f"no labels can be made up for {name}")
     made: Any = head.config_class
     config = made() if config is None else config
+    if hasattr(config, "backbone_config"):
+        # The sizes of backbone, neck and head follow from one another; denoising queries are drawn at random.
+        few = {"num_queries": 10, "num_denoising": 0, "decoder_layers": 2}
+        vars(config).update({key: most for key, most in few.items() if key in vars(config)})
+        return head(config)
     settings = {name: value for name, value in config.to_diff_dict().items() if type(value) in (bool, int, float)}
     config = made(**{**settings, "num_labels": config.num_labels, **_small(config)})
     for each in (config, _text_config(config)):
@@ -118,9 +124,10 @@ def _trainer(model: Any, folder: str) -> Any:
     return transformers.Trainer(model=model, args=arguments, train_dataset=samples, data_collator=_batch)
 
 
-def _sample(model: Any, place: int, length: int) -> dict[str, Tensor]:
+def _sample(model: Any, place: int, length: int) -> dict[str, Any]:
     """A text, or an image, with labels."""
-    config, generator = model.config, torch.Generator().manual_seed(place)
+    config, name, generator = model.config, type(model).__name__, torch.Generator().manual_seed(place)
+    sample: dict[str, Any]
     if model.main_input_name == "input_ids" or hasattr(config, "text_config"):
         vocabulary = int(_text_config(config).vocab_size)
         ids = torch.randint(vocabulary // 8, vocabulary // 2, (length,), generator=generator)
@@ -129,23 +136,28 @@ def _sample(model: Any, place: int, length: int) -> dict[str, Tensor]:
             ids[-1] = end
         sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     elif model.main_input_name == "pixel_values":
-        size = getattr(config, "image_size", 32)
+        size = 32 if name.endswith(_OF_BOXES) else getattr(config, "image_size", 32)
         shape = (getattr(config, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
         sample = {"pixel_values": torch.randn(shape, generator=generator)}
     else:
         raise TypeError(f"{model.main_input_name} cannot be made up")
-    if type(model).__name__.endswith(_OF_SAMPLES):
+    if name.endswith(_OF_BOXES):
+        boxes = 0.2 + 0.2 * torch.rand(1 + place % 3, 4, generator=generator)
+        return {**sample, "labels": {"class_labels": torch.arange(len(boxes)) % config.num_labels, "boxes": boxes}}
+    if name.endswith(_OF_SAMPLES):
         return {**sample, "labels": torch.tensor(0.3 * place if config.num_labels == 1 else place % config.num_labels)}
-    if type(model).__name__.endswith("ForTokenClassification"):
+    if name.endswith("ForTokenClassification"):
         return {**sample, "labels": ids % config.num_labels}
     # Some first labels stay: some releases count them although no token predicts them.
     return {**sample, "labels": torch.where(torch.arange(length) < place % 4, -100, ids)}
 
 
-def _batch(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad tokens on the right, stack the rest."""
-    batch = {}
+def _batch(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Pad tokens on the right, list boxes, stack the rest."""
+    batch: dict[str, Any] = {}
     for name, first in samples[0].items():
         values, padding = [sample[name] for sample in samples], -100 if name == "labels" else 0
-        batch[name] = pad_sequence(values, True, padding) if first.ndim == 1 else torch.stack(values)
+        batch[name] = values
+        if isinstance(first, Tensor):
+            batch[name] = pad_sequence(values, True, padding) if first.ndim == 1 else torch.stack(values)
     return batch

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,29 +75,26 @@ def _held_back() -> Iterator[list[subprocess.Popen[bytes]]]:
         if not _is_in_the_foreground():
             forward(number, frame)
 
-    if threading.current_thread() is not threading.main_thread():
+    with handled({**dict.fromkeys(_FORWARDED, forward), **dict.fromkeys(_OF_THE_KEYBOARD, ignore)}):
         yield children
-        return
-    handlers = {**dict.fromkeys(_FORWARDED, forward), **dict.fromkeys(_OF_THE_KEYBOARD, ignore)}
-    before = {
-        getattr(signal, name): signal.signal(getattr(signal, name), handler)
-        for name, handler in handlers.items()
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN
-    }
+
+
+@contextmanager
+def handled(handlers: Mapping[str, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Handle signals, by name, that this system has and nobody ignores (nohup); only the main thread may."""
+    before = {}
+    for name, handler in handlers.items() if threading.current_thread() is threading.main_thread() else ():
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            before[getattr(signal, name)] = signal.signal(getattr(signal, name), handler)
     try:
-        yield children
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def _is_in_the_foreground() -> bool:
     """Whether the keyboard's signals reach every process of this group, the command included."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY)
-        try:
-            return os.tcgetpgrp(terminal) == os.getpgrp()
-        finally:
-            os.close(terminal)
-    except (OSError, AttributeError):
-        return False
+    with suppress(OSError, AttributeError), Path("/dev/tty").open("rb") as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False

@@ -18,21 +18,24 @@ from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import SWITCH, enabled, on_the_command_line, options_from
 
 DESCRIPTION: Final = """\
-Run a command with the patch applied in it and in every Python process it starts: torchrun, accelerate launch,
-deepspeed, llamafactory-cli, a shell script. No file is edited: each process applies the patch when it imports
-transformers.trainer, and the first one prints "is on" to stderr. Without that line the patch is not on, as in
-processes that drop PYTHONPATH (sudo, ssh, docker, python -E, -I and -S).
+Run a command with the patch applied in it and in every Python process it
+starts: torchrun, accelerate launch, deepspeed, llamafactory-cli, shell scripts.
+No file is edited: each process applies the patch when it imports
+transformers.trainer, and the first one prints "is on" to stderr. Without that
+line the patch is not on, as in processes that drop PYTHONPATH (sudo, ssh,
+docker, python -E, -I and -S).
 
 HF_ACCUM_FIX=0 runs the command without the patch.
 """
 
 EPILOG: Final = """\
-exit code: the command's own, which replaces this process and so gets its signals;
-2 wrong usage, 126 the command cannot be run, 127 the command is not found.
-With --require the command runs as a child, and gets the signals too; 3 if its own
-code is 0 and no process of it applied the patch.
+exit code: the command's own, which replaces this process and so gets its
+signals; 2 wrong usage, 126 the command cannot be run, 127 it is not found.
+With --require the command runs as a child, and gets the signals too; 3 if its
+own code is 0 and no process of it applied the patch.
 
-If apply() refuses the installed release or another package's patch, the process ends with that error.
+If apply() refuses the release or another package's patch, the process ends with
+that error.
 """
 
 _CANNOT_RUN: Final = 126
@@ -44,14 +47,11 @@ _RUNNING: Final = frozenset((
     "time", "timeout", "uv",
 ))  # fmt: skip
 _LAUNCHERS: Final = frozenset(("torchrun", "accelerate", "deepspeed"))
-_ENV_TAKING_A_VALUE: Final = frozenset(("-u", "--unset", "-C", "--chdir", "-g", "-U", "-D", "-p"))
-"""Options of env and sudo whose value is a word of its own."""
 _NO_PYTHON: Final = frozenset(("--no-python", "--no_python"))
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?(\.exe)?")
-_DEFEATING: Final = "EIS"
-_ENDING: Final = "cm"
-_TAKING_A_VALUE: Final = "WX"
+#: The first letter of a word of flags that makes Python deaf (E, I, S), is the last flag, or takes a value.
+_FLAG: Final = re.compile(r"-[^-EIScmWX]*([EIScmWX])")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
     Raises:
         OptionsError: if there is no command, or it starts a Python that ignores PYTHONPATH.
-        UnsupportedSetupError: see environment_for().
     """
     given: dict[str, Any] = {option.name: getattr(arguments, option.name) for option in on_the_command_line()}
     options = options_from({name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
@@ -90,8 +89,11 @@ def execute(arguments: argparse.Namespace) -> int:
         found = "an empty command" if command else "no command"
         raise OptionsError(f"got {found}; expected one, such as: hf-accum-fix run torchrun train.py")
     if enabled():
-        _refuse_cleaned_environment(command)
-        _refuse_deaf_python(command)
+        if (flag := defeating_flag(command)) is not None:
+            raise OptionsError(
+                f"got {' '.join(command)}, where {flag} makes Python ignore PYTHONPATH or sitecustomize, which carry "
+                "the patch; expected a command without it; drop the flag, or call hf_accum_fix.apply() in the script"
+            )
         environment = environment_for(options, os.environ)
     elif arguments.require:
         raise OptionsError(
@@ -108,99 +110,26 @@ def execute(arguments: argparse.Namespace) -> int:
             os.execvpe(command[0], command, environment)
         return subprocess.run(command, env=environment, check=False).returncode
     except OSError as error:
-        complain(f"hf-accum-fix: {command[0]}: {error.strerror}")
+        is_script = command[0].endswith(".py") and Path(command[0]).is_file()
+        meant = f"; did you mean: hf-accum-fix run python {' '.join(command)}" if is_script else ""
+        complain(f"hf-accum-fix: {command[0]}: {error.strerror}{meant}")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_RUN
 
 
-def _refuse_cleaned_environment(command: Sequence[str]) -> None:
-    """Refuse ``env -i``, ``sudo`` and the like, which drop the variables that carry the patch."""
-    cleaning = cleaning_words(command)
-    if cleaning is not None:
-        place, words = cleaning
-        before, after = " ".join(command[:place]), " ".join(command[place:]) or "COMMAND"
-        raise OptionsError(
-            f"got {words!r} in the command, which drops or replaces PYTHONPATH, which carries the patch; expected the "
-            f"command to keep it; put hf-accum-fix run behind it: {before} hf-accum-fix run {after}"
-        )
-
-
-def cleaning_words(command: Sequence[str]) -> tuple[int, str] | None:
-    """Where the command begins that gets a cleaned environment, and the words that clean it; None without them.
-
-    Source: https://www.gnu.org/software/coreutils/manual/html_node/env-invocation.html
-    """
-    for place, word in enumerate(command):
-        name = Path(word).name
-        if name in ("env", "sudo"):
-            found, end = _cleaning_option(name, command[place + 1 :])
-            if found:
-                return place + 1 + end, f"{name} {found}".strip()
-        if name not in _RUNNING and not (place > 0 and (word.startswith("-") or "=" in word or not shutil.which(word))):
-            return None
-    return None
-
-
-def _cleaning_option(name: str, words: Sequence[str]) -> tuple[str, int]:
-    """The option of env or sudo that cleans the environment (sudo: its lack of one), and the number of its words."""
-    found, at = "", 0
-    while at < len(words) and (words[at].startswith("-") or "=" in words[at]):
-        word = words[at]
-        value = word in _ENV_TAKING_A_VALUE and at + 1 < len(words)
-        given = f"{word} {words[at + 1]}" if value else word
-        kept = word.startswith(("-E", "--preserve-env"))
-        cleans = word in ("-", "-i", "--ignore-environment") or (
-            (word.startswith("-") and not word.startswith("--") and "i" in word and not value)
-            or given.replace("=", " ").split()[:2] in (["-u", "PYTHONPATH"], ["--unset", "PYTHONPATH"])
-            or given == "-uPYTHONPATH"
-            or word.startswith("PYTHONPATH=")
-        )
-        if name == "env" and cleans:
-            found = found or given
-        if name == "sudo" and kept:
-            return "", at
-        at += 2 if value else 1
-    return (found, at) if name == "env" else ("without -E", at)
-
-
-def _refuse_deaf_python(command: Sequence[str]) -> None:
-    """Refuse a command that would train without the patch; flags inside scripts cannot be detected."""
-    flag = defeating_flag(command)
-    if flag is not None:
-        raise OptionsError(
-            f"got {' '.join(command)}, where {flag} makes Python ignore PYTHONPATH or sitecustomize, which carry the "
-            "patch; expected a command without it; drop the flag, or call hf_accum_fix.apply() in the script"
-        )
-    program = shutil.which(command[0])
-    flag = None if program is None else defeating_flag(_shebang(Path(program)))
-    if flag is not None:
-        raise OptionsError(
-            f"got {program}, whose first line starts Python with {flag}: that ignores PYTHONPATH or sitecustomize, "
-            f"which carry the patch; expected it to run without the flag: hf-accum-fix run python {program} ..."
-        )
-
-
 def defeating_flag(words: Sequence[str]) -> str | None:
-    """The -E, -I or -S flag of the Python that a command starts; None without one.
+    """The word with the -E, -I or -S of the Python that a command starts; None without one.
 
     Source: https://docs.python.org/3/using/cmdline.html
     """
     flags = iter(_words_after_python(words))
     for word in flags:
-        if word == "-" or not word.startswith("-"):
+        found = _FLAG.match(word)
+        if not word.startswith("-") or word == "-" or (found and found[1] in "cm"):
             return None
-        if word.startswith("--"):
-            if word == "--check-hash-based-pycs":
-                next(flags, None)
-            continue
-        for place, letter in enumerate(word[1:], start=2):
-            if letter in _DEFEATING:
-                return word
-            if letter in _ENDING:
-                return None
-            if letter in _TAKING_A_VALUE:
-                if place == len(word):
-                    next(flags, None)
-                break
+        if found and found[1] in "EIS":
+            return word
+        if word == "--check-hash-based-pycs" or (found and found.end() == len(word)):
+            next(flags, None)
     return None
 
 
@@ -214,14 +143,5 @@ def _words_after_python(words: Sequence[str]) -> Sequence[str]:
         # The options of such a program, and their values, are no programs.
         option = place > 0 and (word.startswith("-") or "=" in word or shutil.which(word) is None)
         if not runs and not option:
-            return ()
+            break
     return ()
-
-
-def _shebang(script: Path) -> list[str]:
-    """The words of a script's first line; empty for other files."""
-    if not os.access(script, os.R_OK):  # a binary such as sudo; scripts are readable
-        return []
-    with script.open("rb") as file:
-        line = file.readline(1024)
-    return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []

@@ -6,14 +6,13 @@ import argparse
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,38 +21,30 @@ from typing import Any, Final
 import psutil
 
 from hf_accum_fix.cli import complain, write
-from hf_accum_fix.cli.instead import ANSWER, PROOF, Request
+from hf_accum_fix.cli.instead import ANSWER, Request
+from hf_accum_fix.cli.require import handled
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
 DESCRIPTION: Final = """\
-Run a training script, unedited, until it calls trainer.train(). Then, instead of training, split its first global
-batch in several ways, run each split through the trainer's own loop without an optimizer step, and compare its gradient
-with the full batch's: as the script would train, and with apply().
+Run a training script, unedited, until it calls trainer.train(). Then, instead
+of training, split its first global batch in several ways, run each split
+through the trainer's own loop without an optimizer step, and compare its
+gradient with the full batch's: as the script would train, and with apply().
 
-The script runs in a separate process, which is ended there: no line after trainer.train() runs, and no process that the
-script starts trains.
-
-On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
+No line after trainer.train() runs, and no process that the script starts
+trains. On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
 """
 
 EPILOG: Final = """\
 exit code:
-  0  exact: the script's own split has the gradient of the full batch; the other splits do not count
-  1  off: the script's own split is off; if --splits omits it: one of the given splits is off
+  0  exact: the script's own split has the full batch's gradient, whatever the
+     other splits have
+  1  the script's own split is off; if --splits omits it: one of them is off
   2  wrong usage
   3  could not tell, with the reason; or the script ended before it trained
 """
 
 _PAUSE: Final = 0.05
-#: Print a line on stderr once a process has ended, or after five seconds.
-_PRINT_AFTER: Final = """
-import sys, time, psutil
-for _ in range(100):
-    if not psutil.pid_exists(int(sys.argv[1])) or psutil.Process(int(sys.argv[1])).status() == psutil.STATUS_ZOMBIE:
-        break
-    time.sleep(0.05)
-sys.stderr.write(f"hf-accum-fix verify: {sys.argv[2]}\\n")
-"""
 #: Seconds that a rank continues after a signal: a launcher ends all ranks as soon as one has its answer.
 _GRACE: Final = 10.0
 
@@ -65,30 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.usage = f"%(prog)s [-h] {options} (train.py | -m module) ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=Path,
-        help="also draw the error of every split (needs matplotlib)",
-    )
-    parser.add_argument(
-        "--splits",
-        type=_splits,
-        metavar="BxG,...",
-        help="splits to verify: samples per micro-batch x accumulation steps",
-    )
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="also draw the errors (needs matplotlib)")
+    about = "splits to verify: samples per micro-batch x accumulation steps"
+    parser.add_argument("--splits", type=_splits, metavar="BxG,...", help=about)
     parser.add_argument("--windows", type=int, default=1, metavar="N", help="number of global batches to verify")
-    parser.add_argument(
-        "--step", type=int, default=0, metavar="N", help="optimizer step to verify, such as one after a warm-up"
-    )
+    about = "optimizer step to verify, such as one after a warm-up"
+    parser.add_argument("--step", type=int, default=0, metavar="N", help=about)
     proof = parser.add_mutually_exclusive_group()
     proof.add_argument("--save", metavar="FILE", type=Path, help="also save the gradient of the full batch as a proof")
-    proof.add_argument(
-        "--against",
-        metavar="FILE",
-        type=Path,
-        help="train up to the first optimizer step, on any engine, and hold that gradient against a proof, instead",
-    )
+    about = "train up to the first optimizer step, on any engine, and hold that gradient against a proof, instead"
+    proof.add_argument("--against", metavar="FILE", type=Path, help=about)
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("script", metavar="train.py", help="the training script")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS ...", help="its arguments")
@@ -112,77 +89,38 @@ def execute(arguments: argparse.Namespace) -> int:
         UnsupportedSetupError: if the script ends before it trains.
     """
     command = _command(arguments)
-    for path in (arguments.json, arguments.plot, arguments.save):
-        _check_writable(path)
-    against = None if arguments.against is None else str(arguments.against.absolute())
-    if against is not None:
-        _check_alone(arguments)
-    if arguments.plot is not None and find_spec("matplotlib") is None:
-        raise OptionsError("got --plot without matplotlib; expected it installed; pip install matplotlib")
-    # A rank must survive the end of another one until its answer is written.
-    with TemporaryDirectory(prefix="hf-accum-fix-", ignore_cleanup_errors=True) as folder, _terminable() as deadline:
-        plot = None if arguments.plot is None else arguments.plot.suffix or ".png"
-        asked = (arguments.splits, arguments.windows, arguments.step, plot, arguments.save is not None, against)
-        request = Request(folder, os.getpid(), *asked)
+    given = {name: getattr(arguments, name) for name in ("json", "plot", "save", "against")}
+    files = {name: None if path is None else str(path.absolute()) for name, path in given.items()}
+    _check_files(arguments)
+    deadline = [math.inf]
+
+    def terminate(*_: Any) -> None:
+        # A rank must survive the end of another one until its answer is written.
+        deadline[0] = time.monotonic() + (_GRACE if "RANK" in os.environ else 0.0)
+
+    temporary = TemporaryDirectory(prefix="hf-accum-fix-", ignore_cleanup_errors=True)
+    with temporary as folder, handled({"SIGTERM": terminate, "SIGHUP": terminate}):
+        request = Request(folder, os.getpid(), arguments.splits, arguments.windows, arguments.step, **files)
         with _running(command, request) as script:
             answer = _answer_of(script, Path(folder), deadline)
-        if answer is None:
-            raise UnsupportedSetupError(
-                f"got {arguments.script}, which did not call trainer.train(): {_ending(script.returncode)}; expected a "
-                "script that trains with transformers.Trainer"
-            )
-        if os.environ.get("RANK", "0") == "0":
-            complain(answer["error"].rstrip())
-            write(f"{answer['text']}\n" if answer["text"] else "")
-            if arguments.json is not None and answer["report"] is not None:
-                with _reported(arguments.json):
-                    arguments.json.write_text(json.dumps(answer["report"], indent=2) + "\n", encoding="utf-8")
-            for made, path in ((f"plot{plot}", arguments.plot), (PROOF, arguments.save)):
-                if Path(folder, made).is_file():
-                    with _reported(path):
-                        shutil.copyfile(Path(folder, made), path)
-    if answer["code"]:
-        report = answer["report"]
-        _show_last(report["verdict"]["words"] if report else answer["error"].rstrip().rpartition("\n")[2])
+    if answer is None:
+        code = script.returncode
+        ended = f" with exit code {code}" if code > 0 else f", by signal {-code}" if code else ""
+        raise UnsupportedSetupError(
+            f"got {arguments.script}, which did not call trainer.train(): it ended{ended}; expected a script that "
+            "trains with transformers.Trainer"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        complain(answer["error"])
+        write(f"{answer['text']}\n" if answer["text"] else "")
     return int(answer["code"])
-
-
-@contextmanager
-def _reported(path: Path) -> Iterator[None]:
-    """Report a file that cannot be written; the exit code stays."""
-    try:
-        yield
-    except OSError as error:
-        complain(f"hf-accum-fix verify: cannot write {path}: {error.strerror}")
-
-
-def _show_last(line: str) -> None:
-    """Make a launcher print the verdict last: for every exit code but 0 it prints an error of its own, for each rank.
-
-    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: torchrun prints that file as the root cause.
-    """
-    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    launcher = psutil.Process().parent()
-    with suppress(OSError, psutil.Error):
-        if place is not None:
-            cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-            Path(place).write_text(json.dumps({"message": cause}), encoding="utf-8")
-        elif launcher is not None and any("accelerate" in word for word in launcher.cmdline()[:3]):
-            # accelerate starts a single process without torchrun, and prints a traceback after it.
-            words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), line]
-            subprocess.Popen(words, start_new_session=os.name == "posix")
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
     """The command that starts the script without verify."""
     named: str = arguments.script
     if arguments.is_module:
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            found = find_spec(named.partition(".")[0]) is not None
-        finally:
-            sys.path.pop(0)
-        if not found:
+        if PathFinder.find_spec(named.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
             raise OptionsError(f"got -m {named}; expected a module that python -m finds")
         return [sys.executable, "-m", named, *arguments.words]
     if not Path(named).is_file():
@@ -191,27 +129,27 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     return [sys.executable, named, *arguments.words]
 
 
-def _check_alone(arguments: argparse.Namespace) -> None:
-    """Refuse what ``--against`` has no use for, and a proof that is not there."""
-    if not arguments.against.is_file():
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, and a proof that is not there, or comes with what it has no use for."""
+    for path in filter(None, (arguments.json, arguments.plot, arguments.save)):
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise OptionsError(f"got {path}; expected a file in an existing folder; make {folder} first")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            what = "is a folder" if path.is_dir() else "is not writable"
+            raise OptionsError(f"got {path}, which {what}; expected a writable file; name another path")
+    if arguments.plot is not None and find_spec("matplotlib") is None:
+        raise OptionsError("got --plot without matplotlib; expected it installed; pip install matplotlib")
+    if arguments.against is not None and not arguments.against.is_file():
         raise OptionsError(
             f"got --against {arguments.against}, which is no file; expected a proof; make one with --save"
         )
-    if arguments.plot is not None or arguments.splits is not None or (arguments.windows, arguments.step) != (1, 0):
+    asked = (arguments.plot, arguments.splits, arguments.windows, arguments.step)
+    if arguments.against is not None and asked != (None, None, 1, 0):
         raise OptionsError(
             "got --against with --splits, --windows, --step or --plot; expected it alone: the script's own split and "
             "first step are run; omit them"
         )
-
-
-def _check_writable(path: Path | None) -> None:
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise OptionsError(f"got {path}; expected a file in an existing folder; make {path.absolute().parent} first")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        what = "is a folder" if path.is_dir() else "is not writable"
-        raise OptionsError(f"got {path}, which {what}; expected a writable file; name another path")
 
 
 @contextmanager
@@ -222,15 +160,13 @@ def _running(command: list[str], request: Request) -> Iterator[subprocess.Popen[
     try:
         yield script
     finally:
-        started: list[psutil.Process] = []
+        processes: list[Any] = [script]
         with suppress(psutil.NoSuchProcess):
-            started = psutil.Process(script.pid).children(recursive=True)
+            processes += psutil.Process(script.pid).children(recursive=True)
         if os.name == "posix":
             with suppress(ProcessLookupError):
                 os.killpg(script.pid, signal.SIGKILL)
-        else:
-            script.kill()
-        for process in started:
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         script.wait()
@@ -238,7 +174,7 @@ def _running(command: list[str], request: Request) -> Iterator[subprocess.Popen[
 
 def _answer_of(script: subprocess.Popen[bytes], folder: Path, deadline: list[float]) -> dict[str, Any] | None:
     """Wait for the answer until the deadline; None if the script ended without one."""
-    while True:
+    while time.monotonic() <= deadline[0]:
         with suppress(subprocess.TimeoutExpired):
             script.wait(_PAUSE)
         ended = script.returncode is not None
@@ -247,31 +183,4 @@ def _answer_of(script: subprocess.Popen[bytes], folder: Path, deadline: list[flo
             return answer
         if ended:
             return None
-        if time.monotonic() > deadline[0]:
-            raise SystemExit(128 + signal.SIGTERM)
-
-
-@contextmanager
-def _terminable() -> Iterator[list[float]]:
-    """The deadline: a SIGTERM or SIGHUP sets it; a rank waits a little longer, because its answer may follow."""
-    deadline = [math.inf]
-    if threading.current_thread() is not threading.main_thread():
-        yield deadline
-        return
-
-    def terminate(*_: Any) -> None:
-        deadline[0] = time.monotonic() + (_GRACE if "RANK" in os.environ else 0.0)
-
-    caught = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = [signal.signal(each, terminate) for each in caught]
-    try:
-        yield deadline
-    finally:
-        for each, handler in zip(caught, before, strict=True):
-            signal.signal(each, handler)
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"it was ended by signal {-code}"
-    return f"it ended with exit code {code}" if code else "it ended"
+    raise SystemExit(128 + signal.SIGTERM)

@@ -8,14 +8,14 @@ from typing import Final
 
 from hf_accum_fix.cli import COULD_NOT_TELL, complain, write
 
-DESCRIPTION: Final = (
-    "Print the trend and noise of a run's loss, its gradient norms and its alarms, and draw them; of several runs, "
-    "report the ratio of their losses at equal steps."
-)
-EPILOG: Final = (
-    "exit code: 0 no findings; 1 findings; 3 no findings, but some logs could not be read or compared, or the picture "
-    "could not be written."
-)
+DESCRIPTION: Final = """\
+Print the trend and noise of a run's loss, its gradient norms and its alarms,
+and draw them; of several runs, report the ratio of their losses at equal steps.
+"""
+EPILOG: Final = """\
+exit code: 0 no findings; 1 findings; 3 no findings, but some logs could not be
+read or compared, or the picture could not be written.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

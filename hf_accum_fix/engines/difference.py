@@ -9,9 +9,11 @@ allowed, and at least one epsilon.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from hf_accum_fix.upstream.defects import Factor
 
 #: Of an engine that hands on in float32 what it got in float64.
 FLOOR: Final = 1e-6
@@ -67,6 +69,36 @@ class Difference:
         return abs(self.ratio - 1) > max(FLOOR, self.epsilon, by_chance)
 
 
+def factors_of(steps: int, ranks: int, count: int | None = None) -> dict[Factor, float]:
+    """What G and W make of a gradient where they are applied once too often or too rarely, but for factors of 1.
+
+    ``steps``: G; ``ranks``: W; ``count``: micro-batches of a short window.
+    """
+    count = count or steps
+    found = {
+        Factor.G: float(count),
+        Factor.W: float(ranks),
+        Factor.G_W: float(count * ranks),
+        Factor.PER_G: 1 / steps,
+        Factor.PER_W: 1 / ranks,
+        Factor.PER_G_W: 1 / (steps * ranks),
+        Factor.SHORT: count / steps,
+    }
+    return {factor: value for factor, value in found.items() if value != 1.0}
+
+
+def factors_near(ratio: float, factors: Mapping[Factor, float], within: float) -> list[Factor]:
+    """Those of some factors that a gradient over the right one is, to a relative difference."""
+    return [factor for factor, value in factors.items() if abs(ratio - value) <= within * abs(value)]
+
+
+def factor_in_words(ratio: float, steps: int, ranks: int) -> str:
+    """What a factor is to a hundredth, such as "G or W"; empty: nothing known."""
+    same = (Factor.G_W, Factor.PER_G_W) if min(steps, ranks) == 1 else ()
+    found = factors_near(ratio, factors_of(steps, ranks), _SAME)
+    return " or ".join(each.value for each in found if each not in same)
+
+
 def looks_like(every: Sequence[Difference], steps: int, ranks: int) -> str:
     """What could have made these differences of one window, of which one is wrong at least.
 
@@ -85,9 +117,8 @@ def looks_like(every: Sequence[Difference], steps: int, ranks: int) -> str:
     if same and abs(together) < _SAME:
         return "nothing arrives"
     if same:
-        names_of = {"W": float(ranks), "1/W": 1 / ranks, "G": float(steps), "1/G": 1 / steps}
-        known = [word for word, value in names_of.items() if value != 1 and abs(together / value - 1) < _SAME]
-        return f"a factor of {together:.3g}" + (f" = {known[0]}" if known else "")
+        known = factor_in_words(together, steps, ranks)
+        return f"a factor of {together:.3g}" + (f" = {known}" if known else "")
     if together < 1:
         return "micro-batches or ranks are lost, or each is changed (clipped?) before they are added"
     return "another gradient is added, or one is added twice"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeGuard
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.engines.mend import mend
 from hf_accum_fix.engines.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.errors import UnsupportedSetupError
@@ -62,6 +63,28 @@ def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
     """
     if is_deepspeed(accelerator):
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
+
+
+def before_the_step(accelerator: AcceleratorLike | None, optimizer: Any, act: Callable[[], None]) -> ExitStack:
+    """Call ``act`` whenever the optimizer is about to step; DeepSpeed's engine steps it inside the backward.
+
+    Returns:
+        What stops it: close it, or leave its ``with`` block.
+    """
+    stack = ExitStack()
+    if not is_deepspeed(accelerator):
+        stack.callback(optimizer.register_step_pre_hook(lambda *_: act()).remove)
+        return stack
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    step = engine.step
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        if engine.is_gradient_accumulation_boundary():
+            act()
+        return step(*args, **kwargs)
+
+    stack.enter_context(overridden(engine, "step", stepping))
+    return stack
 
 
 def is_sharded(accelerator: AcceleratorLike) -> bool:

@@ -13,7 +13,7 @@ parameters, joins the collectives, which have one length everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hf_accum_fix.accumulation.items import count_dtype
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.engines.difference import Difference, looks_like
-from hf_accum_fix.engines.engine import is_deepspeed, reduced_in
+from hf_accum_fix.engines.engine import before_the_step, is_deepspeed, reduced_in
 from hf_accum_fix.engines.watched import ELEMENTS, PARAMETERS, Watched, choose, watch
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
@@ -110,8 +109,8 @@ class Reached:
             yield
             return
         self._micro_batches += 1
-        engine = ranks.accelerator.deepspeed_engine_wrapped.engine if is_deepspeed(ranks.accelerator) else None
-        step = nullcontext() if engine is None or not last else overridden(engine, "step", self._before(engine, ranks))
+        within = last and is_deepspeed(ranks.accelerator)
+        step = before_the_step(ranks.accelerator, None, partial(self._compare, ranks)) if within else nullcontext()
         hooks = watch(self._watched)
         try:
             with step:
@@ -141,15 +140,9 @@ class Reached:
             self._unchosen = f"{type(error).__name__}: {error}"
         self._joins = due and self._found is None
 
-    def _before(self, engine: Any, ranks: Ranks) -> Callable[..., Any]:
-        step = engine.step
-
-        def compared(*args: Any, **kwargs: Any) -> Any:
-            if self._found is None:
-                self._found = self._judge(ranks, 1.0)
-            return step(*args, **kwargs)
-
-        return compared
+    def _compare(self, ranks: Ranks) -> None:
+        if self._found is None:
+            self._found = self._judge(ranks, 1.0)
 
     def close(self, ranks: Ranks, times: Tensor | float | None) -> Verdict | None:
         """The verdict on a window that ended; None: there is none. A collective in a window that is checked.

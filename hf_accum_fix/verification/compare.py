@@ -17,16 +17,14 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.copies import plugins_copied
 from hf_accum_fix.verification.dry_run import DryRun, dry_run
 from hf_accum_fix.verification.explanation import NEAR, explain, rounding
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, relative, take
 from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Split, out_of_memory
 from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell
 from hf_accum_fix.verification.restore import in_mode
-from hf_accum_fix.verification.sharded import plugins_copied
 
-#: In the verdict on a micro-batch that raises an error.
-CANNOT: Final = "this micro-batch cannot be run"
 #: Smallest tolerance of a logged loss, which is rounded to few digits.
 _LOGGED: Final = 1e-3
 _LOST: Final = "epoch-tail-not-trained"
@@ -59,7 +57,7 @@ def _obstacle(error: Exception, mode: str, *, own: bool, sharded: bool) -> str:
         return f"{mode} cannot run this micro-batch: {error}"
     # An engine may raise anything; the user's own loop should not.
     known = isinstance(error, (RuntimeError, ValueError)) and not own
-    return f"{CANNOT}: {error}" if known or sharded or out_of_memory(error) else ""
+    return f"this micro-batch cannot be run: {error}" if known or sharded or out_of_memory(error) else ""
 
 
 def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun) -> SplitResult:
@@ -72,7 +70,9 @@ def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun)
         return replace(blank, verdict=Verdict(Kind.OFF, f"off: {words}"), defects=(_LOST,))
     wanted, loss, router = [reference.gradient], reference.loss, None
     if scene.contract.has_router_loss:
-        here, value = _router(split, run)
+        # By the convention in training.
+        whole = run.convention is Convention.EXACT
+        here, value = scene.router([scene.collate(list(scene.every))] if whole else split.micro_batches())
         router = scene.compared(averaged(here, scene.parameters, scene.world_size))
         wanted.append(router)
         loss += _mean(scene.world_size, value)
@@ -109,8 +109,7 @@ def _hidden_factor(reference: Reference, least: float) -> float | None:
     """The smallest relevant factor, if noise would hide it: 1.3, or ``1 + least``."""
     if reference.tolerance > WIDEST:
         return 1.3
-    hides = reference.tolerance >= least / 2 and FLOORS * reference.noise.scale >= least / 2
-    return 1 + least if hides else None
+    return 1 + least if min(reference.tolerance, FLOORS * reference.noise.scale) >= least / 2 else None
 
 
 def _exact(run: DryRun, router: Gradient | None, logged: float | None, tolerance: float) -> Verdict:
@@ -126,12 +125,6 @@ def _exact(run: DryRun, router: Gradient | None, logged: float | None, tolerance
 
 def _off(error: float, words: str) -> Verdict:
     return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}")
-
-
-def _router(split: Split, run: DryRun) -> tuple[Gradient, float]:
-    """This rank's gradient and value of the router loss, by the convention in training."""
-    scene, whole = split.scene, run.convention is Convention.EXACT
-    return scene.router([scene.collate(list(scene.every))] if whole else split.micro_batches())
 
 
 def _rounded_off(split: Split, gradient: Gradient) -> float | None:
@@ -156,4 +149,4 @@ def _mean(world_size: int, value: float) -> float:
 
 def _worst(world_size: int, value: float) -> float:
     found = gathered(world_size, value)
-    return math.inf if any(not math.isfinite(each) for each in found) else max(found)
+    return max(found) if all(map(math.isfinite, found)) else math.inf

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
 from packaging.version import Version
 
 from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.engines.difference import factors_near, factors_of
 from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.upstream.defects import DEFECTS, Factor
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -21,7 +20,7 @@ from hf_accum_fix.verification.reference import WIDEST, Reference, Split
 _ANY_HEAD: Final = "head-drops-item-count"
 _MEANS: Final = "mean-of-micro-batch-means"
 _RANK_MEANS: Final = "rank-means-averaged"
-_MEANS_IN_WORDS: Final = MappingProxyType({_MEANS: "mean of micro-batch means", _RANK_MEANS: "mean of rank means"})
+_MEANS_IN_WORDS: Final = {_MEANS: "mean of micro-batch means", _RANK_MEANS: "mean of rank means"}
 
 #: The defects of the installed release, by name.
 _PRESENT: Final = {defect.name: defect for defect in DEFECTS if defect.is_in(Version(transformers.__version__))}
@@ -30,21 +29,13 @@ _PRESENT: Final = {defect.name: defect for defect in DEFECTS if defect.is_in(Ver
 NEAR: Final = 8.0
 _NEAREST: Final = 1e-5
 
-#: Measurable factors in words, the simplest first.
-_WORDS: Final[Mapping[Factor, str]] = MappingProxyType(
-    {
-        Factor.G: "G times",
-        Factor.W: "W times",
-        Factor.G_W: "G x W times",
-        Factor.PER_G: "1/G",
-        Factor.PER_W: "1/W",
-        Factor.PER_G_W: "1/(G x W)",
-        Factor.SHORT: "r/G times, a short window divided by G",
-        Factor.MORE_BY_ROWS: "N/(N + rows), position 0 counted",
-        Factor.LESS_BY_ROWS: "N/(N - rows), a target at position 0 not counted",
-        Factor.MORE_BY_IGNORED: "N/(N + ignored), ignored labels counted",
-    }
-)
+#: What a factor's letters do not say.
+_ABOUT: Final = {
+    Factor.SHORT: "r/G times, a short window divided by G",
+    Factor.MORE_BY_ROWS: "N/(N + rows), position 0 counted",
+    Factor.LESS_BY_ROWS: "N/(N - rows), a target at position 0 not counted",
+    Factor.MORE_BY_IGNORED: "N/(N + ignored), ignored labels counted",
+}
 
 
 class Cause(NamedTuple):
@@ -54,23 +45,24 @@ class Cause(NamedTuple):
     defects: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """Facts about a split and the trainer that ran it.
+class _Facts(NamedTuple):
+    """Of a split and the trainer that ran it.
 
     Attributes:
-        world_size: W.
-        factors: values of the measurable factors, without those of 1.
+        factors: values of the measurable factors, the simplest first, without those of 1.
         traits: words of `_CONDITIONS` that hold for the trainer, its model and its data.
-        logged: the logged loss over the right one.
         precision: relative difference within which a factor is recognised.
     """
 
-    world_size: int
     factors: Mapping[Factor, float]
     traits: frozenset[str]
-    logged: float
     precision: float
+
+    def symbols(self, factor: float) -> list[Factor]:
+        """The factors with this value; on several ranks those of this release's defects first."""
+        found = factors_near(factor, self.factors, self.precision)
+        here = {each for defect in _PRESENT.values() for each in defect.factors}
+        return sorted(found, key=lambda symbol: symbol not in here) if Factor.W in self.factors else found
 
     def holds(self, condition: str) -> bool:
         """Whether the trainer has every trait in a condition, and none of those after a minus."""
@@ -131,21 +123,28 @@ def _inherent(split: Split, reference: Reference) -> str:
     return "" if reference.decomposes else "the loss does not decompose, so no split can equal the full batch"
 
 
+def _in_words(symbol: Factor) -> str:
+    return _ABOUT.get(symbol) or (symbol.value.replace(" / ", "/") if "/" in symbol.value else f"{symbol.value} times")
+
+
 def _of_factor(factor: float, facts: _Facts) -> Cause:
-    """Explain a multiple of the right gradient."""
-    symbols = _symbols(factor, facts)
-    words = _WORDS[symbols[0]] if symbols else f"{factor:.4g} times"
+    """Explain a multiple of the right gradient: by this release's defects with this factor, whose condition holds."""
+    symbols = facts.symbols(factor)
+    words = _in_words(symbols[0]) if symbols else f"{factor:.4g} times"
     if f"{factor:.4g}" == "1":
         words = "right length, wrong direction"
-    if abs(facts.logged - 1) < 10 * facts.precision:
-        facts = replace(facts, traits=facts.traits | {"right-log"})
-    return Cause(words, _defects(symbols, facts))
+    found = tuple(
+        name
+        for name, defect in _PRESENT.items()
+        if not set(defect.factors).isdisjoint(symbols) and name in _CONDITIONS and facts.holds(_CONDITIONS[name])
+    )
+    by_head = {Factor.G, Factor.G_W} & set(symbols) and facts.holds(f"{_ANY_HEAD} {_HEAD}")
+    return Cause(words, (_ANY_HEAD,) if by_head and not found else found)
 
 
 def _of_means(name: str, factor: float, facts: _Facts) -> Cause:
     """Explain a multiple of a mean of means."""
-    words = _MEANS_IN_WORDS[name]
-    here = (name,) if name in _PRESENT else ()
+    words, here = _MEANS_IN_WORDS[name], (name,) if name in _PRESENT else ()
     if abs(factor - 1) <= facts.precision:
         return Cause(words, here)
     times = _of_factor(factor, facts)
@@ -154,49 +153,20 @@ def _of_means(name: str, factor: float, facts: _Facts) -> Cause:
 
 def _of_router(main: float, router: float, facts: _Facts) -> Cause:
     """Explain a multiple of the right gradient plus a multiple of the router's gradient."""
-    symbols = _symbols(router, facts)
-    times = _WORDS[symbols[0]].removesuffix(" times") if symbols else f"{router:.4g}"
-    words = f"aux loss times {times}"
+    symbols = facts.symbols(router)
+    words = f"aux loss times {_in_words(symbols[0]).removesuffix(' times') if symbols else f'{router:.4g}'}"
     named = tuple(name for name, defect in _PRESENT.items() if Factor.ROUTER in defect.factors)
-    if abs(main - 1) > facts.precision:
-        rest = _of_factor(main, replace(facts, logged=0.0))
-        return Cause(f"{words}, the rest {rest.words}", (*named, *rest.defects))
-    return Cause(words, named)
-
-
-def _symbols(factor: float, facts: _Facts) -> list[Factor]:
-    """The factors with this value, first those of this release's defects."""
-    found = [symbol for symbol, value in facts.factors.items() if abs(factor - value) <= facts.precision * abs(value)]
-    if facts.world_size == 1:
-        return found
-    here = {each for defect in _PRESENT.values() for each in defect.factors}
-    return sorted(found, key=lambda symbol: symbol not in here)
-
-
-def _defects(symbols: list[Factor], facts: _Facts) -> tuple[str, ...]:
-    """The defects of the installed release with this factor, if their condition holds."""
-    found = tuple(
-        name
-        for name, defect in _PRESENT.items()
-        if not set(defect.factors).isdisjoint(symbols) and name in _CONDITIONS and facts.holds(_CONDITIONS[name])
-    )
-    by_head = {Factor.G, Factor.G_W} & set(symbols) and facts.holds(f"{_ANY_HEAD} {_HEAD}")
-    return (_ANY_HEAD,) if by_head and not found else found
+    if abs(main - 1) <= facts.precision:
+        return Cause(words, named)
+    rest = _of_factor(main, facts._replace(traits=facts.traits - {"right-log"}))
+    return Cause(f"{words}, the rest {rest.words}", (*named, *rest.defects))
 
 
 def _facts(split: Split, logged: float, precision: float) -> _Facts:
-    scene, contract, count, steps = split.scene, split.scene.contract, split.count, split.steps
-    trainer, world_size, items = scene.trainer, data_ranks(scene.trainer), scene.count(scene.every)
-    factors = {
-        Factor.G: float(count),
-        Factor.W: float(world_size),
-        Factor.G_W: float(count * world_size),
-        Factor.PER_G: 1 / steps,
-        Factor.PER_W: 1 / world_size,
-        Factor.PER_G_W: 1 / (steps * world_size),
-        Factor.SHORT: count / steps,
-    }
-    labels = [batch.get("labels") for batch in (scene.collate([row]) for row in scene.every)]
+    scene, contract, items = split.scene, split.scene.contract, split.scene.count(split.scene.every)
+    factors = factors_of(split.steps, data_ranks(scene.trainer), split.count)
+    batches = [scene.collate([row]) for row in scene.every]
+    labels: list[Any] = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in batches]
     if items and all(isinstance(each, torch.Tensor) and each.ndim > 1 for each in labels):
         counted = sum(int((each != -100).sum()) for each in labels)
         shifted = sum(int((each[..., 1:] != -100).sum()) for each in labels)
@@ -205,20 +175,18 @@ def _facts(split: Split, logged: float, precision: float) -> _Facts:
             factors[Factor.MORE_BY_IGNORED if ignored else Factor.MORE_BY_ROWS] = items / counted
         if 0 < shifted < items:
             factors[Factor.LESS_BY_ROWS] = items / shifted
-    traits = _traits_of(trainer, contract.reduction, labels)
-    if steps == 1:
-        traits |= {"one-step"}
-    told = {factor: value for factor, value in factors.items() if value != 1.0}
-    return _Facts(world_size, told, traits, logged, precision)
+    traits = _traits_of(scene.trainer, contract.reduction, labels)
+    traits |= {"one-step": split.steps == 1, "right-log": abs(logged - 1) < 10 * precision}
+    return _Facts(factors, frozenset(name for name, holds in traits.items() if holds), precision)
 
 
-def _traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[object]) -> frozenset[str]:
-    """The words of `_CONDITIONS` that hold for a trainer, its model, and the ``labels`` of its samples (or None)."""
+def _traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[object]) -> dict[str, bool]:
+    """The words of `_CONDITIONS`, and whether they hold for a trainer, its model, and the labels of its samples."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     head, bases = type(model), [base.__name__ for base in type(model).__mro__]
     problem = getattr(getattr(model, "config", None), "problem_type", None)
     reads_text = getattr(model, "main_input_name", "") == "input_ids"
-    traits = {
+    return {
         reduction.value: True,
         "declares": bool(getattr(trainer, "model_accepts_loss_kwargs", False)),
         "own-loss": getattr(trainer, "compute_loss_func", None) is not None,
@@ -231,7 +199,6 @@ def _traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[obje
         "llava": "Llava" in head.__name__,
         "peft": head.__name__.startswith("Peft"),
     }
-    return frozenset(name for name, holds in traits.items() if holds)
 
 
 _HEAD: Final = "mean declares -own-loss -smoothing"
@@ -239,32 +206,30 @@ _LIBRARY: Final = f"{_HEAD} library -compiled"
 
 #: Traits with which a row with this factor is the cause, "-" before those that exclude it; a row's name is a trait of
 #: its releases. Setups that are refused have no row here.
-_CONDITIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "loss-times-steps": "",
-        "undivided-gradient-right-log": "right-log",
-        "undivided-as-if-counted": "-declares -right-log",
-        "item-count-dropped": "declares -own-loss",
-        "item-count-dropped-again": "declares -own-loss",
-        "loss-without-labels-undivided": "-labels",
-        "short-epoch-divisor": "",
-        "short-window-divisor": "",
-        "gradient-divided-twice": "right-log",
-        "generic-head-drops-item-count": f"{_LIBRARY} generic",
-        "classic-head-drops-item-count": f"{_LIBRARY} -generic -other-classes",
-        "regression-and-multi-label-mean": f"{_LIBRARY} -generic other-classes",
-        "undivided-mean-times-ranks": f"{_HEAD} one-step",
-        "llava-mean-loss": f"{_LIBRARY} llava",
-        "loss-func-mean-not-divided": "own-loss",
-        "loss-func-not-times-ranks": "own-loss",
-        "ctc-sum-divided-by-accelerate": "sum",
-        "ctc-sum-divided": "sum",
-        "label-smoothing-mean": "smoothing",
-        "first-label-counted": "number",
-        "first-label-still-counted": "number -first-label-counted",
-        "first-column-not-counted": "",
-        "virtual-tokens-undercounted": "peft",
-        "aligned-targets-undercounted": "-peft",
-        "ignore-index-miscounted": "",
-    }
-)
+_CONDITIONS: Final[Mapping[str, str]] = {
+    "loss-times-steps": "",
+    "undivided-gradient-right-log": "right-log",
+    "undivided-as-if-counted": "-declares -right-log",
+    "item-count-dropped": "declares -own-loss",
+    "item-count-dropped-again": "declares -own-loss",
+    "loss-without-labels-undivided": "-labels",
+    "short-epoch-divisor": "",
+    "short-window-divisor": "",
+    "gradient-divided-twice": "right-log",
+    "generic-head-drops-item-count": f"{_LIBRARY} generic",
+    "classic-head-drops-item-count": f"{_LIBRARY} -generic -other-classes",
+    "regression-and-multi-label-mean": f"{_LIBRARY} -generic other-classes",
+    "undivided-mean-times-ranks": f"{_HEAD} one-step",
+    "llava-mean-loss": f"{_LIBRARY} llava",
+    "loss-func-mean-not-divided": "own-loss",
+    "loss-func-not-times-ranks": "own-loss",
+    "ctc-sum-divided-by-accelerate": "sum",
+    "ctc-sum-divided": "sum",
+    "label-smoothing-mean": "smoothing",
+    "first-label-counted": "number",
+    "first-label-still-counted": "number -first-label-counted",
+    "first-column-not-counted": "",
+    "virtual-tokens-undercounted": "peft",
+    "aligned-targets-undercounted": "-peft",
+    "ignore-index-miscounted": "",
+}

@@ -1,65 +1,68 @@
-"""Projections and hashes of tensors that are in shards: each rank makes its own part, and one sum has the whole.
-
-The random numbers are a hash of the parameter's name and of an element's place in the whole parameter, so they are the
-same for every sharding, device and release, and no vector of them is stored.
-"""
+"""Projections of gradients, and hashes of parameters and samples, as of whole tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any, Final
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from hf_accum_fix.engines.engine import bare_name
 
-#: K = ROWS x BUCKETS projections: each element is added, with a random sign, to one random bucket of each row.
+#: Each element is added, with a random sign, to one random bucket of each row: 64 projections, float64.
 ROWS: Final = 4
 BUCKETS: Final = 16
-#: Elements that are hashed at once.
-_BLOCK: Final = 1 << 15
-_BITS: Final = 5  # A bucket and a sign.
+#: Elements that are projected at once.
+_BLOCK: Final = 1 << 16
 
 
-class Projected(NamedTuple):
-    """A tensor's projections [ROWS x BUCKETS] and the square of its norm, float64; sums of those of its parts."""
+def project(name: str, value: Tensor) -> Tensor:
+    """Project a whole gradient: products and distances of projections are on average the gradients', to 18 % (1 sd).
 
-    projections: Tensor
-    square: float
-
-
-def project(name: str, parts: Iterator[tuple[Tensor, Tensor]]) -> Projected:
-    """Project the parts of a parameter's gradient that this rank counts.
-
-    Args:
-        name: of the parameter.
-        parts: values and their places in the whole parameter, as `parts_of` gives them.
+    The random numbers follow from the name and an element's place, so they are the same on every device and release.
     """
-    found, square = torch.zeros(ROWS, BUCKETS, dtype=torch.float64), 0.0
-    for values, places in parts:
-        x, drawn = values.double(), _mixed(places * _ODD + _seed(name))
-        square += float(x.square().sum())
-        for row in range(ROWS):
-            bits = _shifted(drawn, row * _BITS)
-            signed = torch.where((bits & BUCKETS) == 0, x, -x)
-            found[row] += torch.bincount(bits & (BUCKETS - 1), weights=signed, minlength=BUCKETS).cpu()
-    return Projected(found.flatten(), square)
+    draws = np.random.PCG64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
+    found = np.zeros((ROWS, BUCKETS))
+    for block in torch.split(value.detach().flatten(), _BLOCK):
+        x, bits = block.double().cpu().numpy(), draws.random_raw(len(block))
+        for row in found:
+            row += np.bincount((bits % BUCKETS).astype(np.int64), np.where(bits & BUCKETS, -x, x), BUCKETS)
+            bits = bits // (2 * BUCKETS)
+    return torch.from_numpy(found.flatten()) / math.sqrt(ROWS)
 
 
-def projections_of(gradients: Iterable[tuple[str, Tensor | None]]) -> dict[str, Projected]:
-    """The projections of whole gradients, by name, from this rank's part of each (None: zero); one sum over ranks."""
-    parts = {name: project(name, parts_of(torch.zeros(0) if each is None else each)) for name, each in gradients}
-    if not parts:
-        return {}
-    rows = [torch.cat([each.projections, torch.tensor([each.square], dtype=torch.float64)]) for each in parts.values()]
-    return {
-        name: Projected(row[: ROWS * BUCKETS].clone(), float(row[-1]))
-        for name, row in zip(parts, added(torch.stack(rows)), strict=True)
-    }
+def projections_of(gradients: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
+    """The first rank's projections of gradients, by name (None: zero); shards are gathered one parameter at a time."""
+    nothing = torch.zeros(ROWS * BUCKETS, dtype=torch.float64)
+    return _of_first({name: nothing if each is None else project(name, _whole(each)) for name, each in gradients})
+
+
+def fingerprint(model: nn.Module) -> dict[str, tuple[list[int], str, int]]:
+    """Shape, dtype and hash of the values of every parameter, by name: the first rank's."""
+    found = {}
+    for name, each in named(model):
+        in_shards = hasattr(each, "ds_shape")
+        with import_module("deepspeed").zero.GatheredParameters([each]) if in_shards else nullcontext():
+            whole = _whole(each)
+            found[name] = ([*whole.shape], str(each.dtype).removeprefix("torch."), hash_of(whole))
+    return _of_first(found)
+
+
+def hash_of(*values: Any) -> int:
+    """A hash of tensors by shape and values, whatever their dtype, and of other values by what Python prints."""
+    digest = hashlib.sha256()
+    for each in values:
+        digest.update(repr([*each.shape] if isinstance(each, Tensor) else each).encode())
+        for block in torch.split(each.detach().flatten(), _BLOCK) if isinstance(each, Tensor) else ():
+            digest.update(block.double().cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big")
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -68,113 +71,12 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield bare_name(name), each
 
 
-def added(numbers: Tensor) -> Tensor:
-    """The sum over ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return numbers
-    on_device = numbers.cuda() if dist.get_backend() == "nccl" else numbers
-    dist.all_reduce(on_device)
-    return on_device.cpu()
+def _whole(value: Any) -> Tensor:
+    """A tensor out of its shards, offloaded ones too: a collective."""
+    found: Tensor = value.to(value.device_mesh.device_type).full_tensor() if hasattr(value, "full_tensor") else value
+    return found
 
 
-def distance_squared(one: Tensor, other: Tensor) -> float:
-    """The square of the norm of a difference, from projections: right on average, to sqrt(2 / K) of itself (18 %)."""
-    return float((one - other).square().sum()) / ROWS
-
-
-def product(one: Tensor, other: Tensor) -> float:
-    """The inner product of two gradients, from their projections."""
-    return float((one * other).sum()) / ROWS
-
-
-def hashed(name: str, parts: Iterator[tuple[Tensor, Tensor]]) -> int:
-    """A hash of the values of a parameter's parts; those of all parts add up, modulo 2**64, to that of the whole."""
-    total = 0
-    for values, places in parts:
-        bits = values.double().view(torch.int64)
-        total += int(_mixed(bits ^ _mixed(places * _ODD + _seed(name))).sum())
-    return _signed(total)
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def parts_of(value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The elements that this rank counts, and their places in the whole tensor, block by block; both flat.
-
-    A replicated element is counted by one rank. Call it on all ranks: a layout of shards that is not known is gathered.
-    """
-    placements = getattr(value, "placements", None)
-    offsets, shape, strides = [0] * value.ndim, list(value.shape), _strides(value.shape)
-    local = value.detach()
-    if placements is None:
-        counts = _is_first()
-    elif all(type(each).__name__ in ("Shard", "Replicate") for each in placements):
-        mesh: Any = value.device_mesh  # type: ignore[attr-defined]
-        counts = _cut(offsets, shape, mesh, placements) and 0 in mesh.mesh
-        local = value.to_local().detach()  # type: ignore[attr-defined]
-    else:
-        local, counts = value.full_tensor().detach(), _is_first()  # type: ignore[attr-defined]
-    if not counts or not local.numel():
-        return
-    rows = local.reshape(1, 1) if local.ndim == 0 else local.reshape(local.shape[0], -1)
-    inner = torch.zeros(1, dtype=torch.int64, device=local.device)
-    for axis in range(1, local.ndim):
-        along = torch.arange(local.shape[axis], device=local.device) + offsets[axis]
-        inner = (inner[:, None] + along * strides[axis]).flatten()
-    many, first, stride = max(1, _BLOCK // rows.shape[1]), (offsets or [0])[0], (strides or [1])[0]
-    for start in range(0, len(rows), many):
-        block = rows[start : start + many]
-        outer = (torch.arange(len(block), device=local.device) + first + start) * stride
-        yield block.flatten(), (outer[:, None] + inner).flatten()
-
-
-def _cut(offsets: list[int], shape: list[int], mesh: Any, placements: Any) -> bool:
-    """Set the offsets and the shape of this rank's shard; whether it counts the elements that are replicated."""
-    counts = True
-    for size, place, each in zip(mesh.shape, mesh.get_coordinate(), placements, strict=True):
-        if type(each).__name__ == "Replicate":
-            counts = counts and place == 0
-            continue
-        length = -(-shape[each.dim] // size)
-        start = min(place * length, shape[each.dim])
-        offsets[each.dim] += start
-        shape[each.dim] = min(length, shape[each.dim] - start)
-    return counts
-
-
-def _strides(shape: torch.Size) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-
-
-def _is_first() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-def _signed(number: int) -> int:
-    """A number modulo 2**64 as int64."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-#: Constants of splitmix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
-_ODD = _signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-
-
-def _seed(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """A random int64 for each of some different ones."""
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift to the right, with zeros."""
-    return (x >> by) & ((1 << (64 - by)) - 1) if by else x
+def _of_first(found: dict[str, Any]) -> dict[str, Any]:
+    shared: dict[str, Any] = gather_object([found])[0]
+    return shared

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product as pairs
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import numpy as np
+import accelerate
 import torch
+import transformers
+from accelerate.utils import gather_object
 from torch import Tensor
+from transformers.trainer_callback import DefaultFlowCallback
 
-from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.verification.projection import BUCKETS, ROWS, Projected, distance_squared, product
+from hf_accum_fix.engines.difference import factor_in_words
+from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
+from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.copies import AtTheStep, Reached, engine_of, gradients_of
+from hf_accum_fix.verification.projection import BUCKETS, ROWS, fingerprint, hash_of, projections_of
+from hf_accum_fix.verification.reference import MIXED, Reference, Scene
 from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell
+from hf_accum_fix.verification.restore import unseen, without_dropout
+from hf_accum_fix.verification.sample import Drawn, draw, leaves
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 #: Another layout adds up in another order: this many tolerances of the proof are noise, or machine epsilons of the
 #: coarser side, by whether it has 16 bits.
 _ACROSS: Final = 4.0
@@ -36,18 +44,19 @@ _SHOWN: Final = 3
 
 
 @dataclass(frozen=True)
-class Side:
-    """What one layout makes of a global batch; the same on every rank.
+class Proof:
+    """What one layout makes of a global batch, the same on every rank; saved, that of the full batch.
 
     Attributes:
         model: class of the model.
-        layout: engine, ranks, samples x accumulation steps, in words; of a proof, how the full batch was computed.
+        layout: engine, ranks, samples x accumulation steps, in words; of a saved one, how the full batch was computed.
         ranks, steps: W and G.
         eps: machine epsilon of the coarsest dtype that it computes in.
         releases: by package.
-        parameters: shape, dtype and hash of the initial values, by name.
         samples: a hash of each, sorted.
+        parameters: shape, dtype and hash of the initial values, by name.
         gradient: of the trained parameters, before clipping.
+        items, tolerance: as in the report.
     """
 
     model: str
@@ -56,29 +65,16 @@ class Side:
     steps: int
     eps: float
     releases: Mapping[str, str]
+    samples: Sequence[int]
     parameters: Mapping[str, tuple[list[int], str, int]]
-    samples: Sequence[str]
-    gradient: Mapping[str, Projected]
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The side of the full batch; ``loss`` is the contract in words, the others are as in the report."""
-
-    side: Side
-    loss: str
-    items: float | None
-    floor: float
-    tolerance: float
+    gradient: Mapping[str, Tensor]
+    items: float | None = None
+    tolerance: float = 0.0
 
     def save(self, path: Path) -> None:
-        """Write it as JSON: about 1 KB a parameter, whatever its size."""
-        gradient = {
-            name: [each.square, b64encode(each.projections.numpy().tobytes()).decode()]
-            for name, each in self.side.gradient.items()
-        }
-        side = {**vars(self.side), "gradient": gradient}
-        path.write_text(json.dumps({"format": _FORMAT, **vars(self), "side": side}) + "\n", encoding="utf-8")
+        """Write it as JSON: about 1.3 KB a parameter, whatever its size."""
+        gradient = {name: each.tolist() for name, each in self.gradient.items()}
+        path.write_text(json.dumps({"format": _FORMAT, **vars(self), "gradient": gradient}) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Proof:
@@ -89,66 +85,139 @@ class Proof:
         """
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
-            form = read.pop("format")
-            gradient = {
-                name: Projected(torch.from_numpy(np.frombuffer(b64decode(text), np.float64).copy()), square)
-                for name, (square, text) in read["side"]["gradient"].items()
+            form, each = read.pop("format"), partial(torch.tensor, dtype=torch.float64)
+            read["gradient"] = {
+                name: each(numbers).reshape(ROWS * BUCKETS) for name, numbers in read["gradient"].items()
             }
-            proof = cls(**{**read, "side": Side(**{**read["side"], "gradient": gradient})})
-            if form != _FORMAT or any(each.projections.numel() != ROWS * BUCKETS for each in gradient.values()):
+            if form != _FORMAT:
                 raise ValueError(form)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls(**read)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise OptionsError(
                 f"got {path}, which is no proof ({type(error).__name__}); expected a file of this release's "
                 "hf-accum-fix verify --save; save it again"
             ) from error
-        return proof
 
 
-@dataclass(frozen=True)
-class Against:
+class Against(NamedTuple):
     """A layout held against a proof; true if its gradient is the proof's.
 
     Attributes:
         verdict: the answer, in words.
         error: relative error of the gradient; None: nothing could be compared.
         limit: largest one that counts as the same.
-        side: what was run; without projections in `to_dict`.
+        here: what was run.
         proof: what it was held against.
     """
 
     verdict: Verdict
     error: float | None
     limit: float
-    side: Side
+    here: Proof
     proof: Proof
 
     def __bool__(self) -> bool:
-        return self.verdict.kind is Kind.EXACT
+        return bool(self.verdict)
 
     def __str__(self) -> str:
-        made = " ".join(f"{name} {release}" for name, release in self.proof.side.releases.items())
-        count = "" if self.proof.items is None else f" with {self.proof.items:g} items"
-        of_proof = self.proof.side
+        proof, here = self.proof, self.here
+        made, ran = (" ".join(map(" ".join, each.releases.items())) for each in (proof, here))
+        count = "" if proof.items is None else f" with {proof.items:g} items"
         lines = [
-            str(self.verdict),
-            f"here: {self.side.model}, {self.side.layout}",
-            f"proof: {len(of_proof.samples)} samples{count}, {of_proof.layout}; {made}",
+            f"{self.verdict}\nhere: {here.model}, {here.layout}",
+            f"proof: {len(proof.samples)} samples{count}, {proof.layout}; {made}",
         ]
         if self.error is not None:
             lines.append(
                 f"the same: a relative error up to {self.limit:.1e}; errors are told from {ROWS * BUCKETS} projections "
-                f"of each of {len(of_proof.gradient)} parameters, to a third of themselves"
+                f"of each of {len(proof.gradient)} parameters, to a third of themselves"
             )
-        if self.side.releases != of_proof.releases:
-            lines.append(f"note: here are other releases: {' '.join(map(' '.join, self.side.releases.items()))}")
-        return "\n".join(lines)
+        return "\n".join(lines + ([f"note: here are other releases: {ran}"] if ran != made else []))
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as data for JSON."""
-        side = {name: value for name, value in vars(self.side).items() if name not in ("gradient", "parameters")}
-        verdict = {"kind": self.verdict.kind.name.lower(), "words": self.verdict.words}
-        return {"ok": bool(self), "verdict": verdict, "error": self.error, "limit": self.limit, "side": side}
+        side = {name: value for name, value in vars(self.here).items() if name not in ("gradient", "parameters")}
+        answer = {"ok": bool(self), "verdict": self.verdict.to_dict(), "error": self.error}
+        return {**answer, "limit": self.limit, "side": side}
+
+
+def proof_of(scene: Scene, reference: Reference, drawn: Drawn) -> Proof:
+    """The proof of a global batch that `verify` has computed.
+
+    Raises:
+        UnsupportedSetupError: for a loss or samples that another layout cannot have.
+    """
+    if scene.contract.has_router_loss:
+        raise UnsupportedSetupError(
+            "got a model with a router loss, which depends on the split; expected none; set output_router_logits=False"
+        )
+    found, gradient = _of_layout(scene.trainer, scene.every, drawn), scene.projected(reference.gradient)
+    types = sorted({found.parameters[each][1] for each in gradient})
+    return replace(
+        found,
+        layout=f"{reference.words}, {' and '.join(types)}",
+        gradient=gradient,
+        items=scene.count(scene.every),
+        tolerance=reference.tolerance,
+    )
+
+
+def hold_against(trainer: Any, proof: Proof) -> Against:
+    """Train up to the first optimizer step, as the script would, and hold its gradient against a proof.
+
+    Call it on every rank, in a process of its own: engines shard a model in place. Dropout and clipping are off; of the
+    callbacks only the Trainer's own run.
+
+    Raises:
+        UnsupportedSetupError: if the gradient cannot be read, or the step is not reached.
+    """
+    args = trainer.args
+    with unseen(trainer):
+        drawn = draw(trainer, 1, None)
+    # Ranks that cut their samples take turns with them, and ranks that share a model share its samples.
+    own = args.per_device_train_batch_size * args.gradient_accumulation_steps // parallel_size(trainer, "sp")
+    rows = [drawn.windows[0][:own]]
+    ranks = (gather_object(rows) if args.world_size > 1 else rows)[:: args.world_size // data_ranks(trainer)]
+    without_dropout(trainer.model)
+    # Before it trains: FSDP2 makes another class of it.
+    here, reached = _of_layout(trainer, [row for rank in ranks for row in rank], drawn), dict[str, Tensor]()
+    # Bypass __setattr__, which may validate on assignment.
+    vars(args).update(max_grad_norm=0.0, eval_on_start=False)
+
+    def ends() -> None:
+        reached.update(projections_of(gradients_of(trainer)))
+        raise Reached
+
+    trainer.callback_handler.callbacks = [DefaultFlowCallback(), AtTheStep(trainer, ends)]
+    try:
+        trainer.train()
+    except Reached:
+        return judge(proof, replace(here, gradient=reached))
+    raise UnsupportedSetupError("got a training without an optimizer step; expected one; check data and max_steps")
+
+
+def _of_layout(trainer: TrainerLike, rows: Sequence[Any], drawn: Drawn) -> Proof:
+    """All but the gradient."""
+    if any("collator is random" in note for note in drawn.notes):
+        raise UnsupportedSetupError(
+            "got a random collator, which makes other batches of the same samples; expected one that does not; give it "
+            "a fixed seed"
+        )
+    args, precision, parameters = trainer.args, trainer.accelerator.mixed_precision, fingerprint(trainer.model)
+    dtypes = {getattr(torch, dtype) for _, dtype, _ in parameters.values()} | {MIXED.get(precision, torch.float64)}
+    size, steps, ranks = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
+    words = [engine_of(trainer), f"{ranks} rank{'' if ranks == 1 else 's'}", f"{size} x {steps}", precision or "no"]
+    return Proof(
+        model=type(trainer.accelerator.unwrap_model(trainer.model)).__name__,
+        layout=", ".join(each for each in words if each not in ("", "no")),
+        ranks=data_ranks(trainer),
+        steps=steps,
+        eps=max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point),
+        releases={each.__name__: str(each.__version__) for each in (transformers, accelerate, torch)},
+        samples=sorted(hash_of(*leaves(drawn.collate([row]))) for row in rows),
+        parameters=parameters,
+        gradient={},
+    )
 
 
 def limit_across(tolerance: float, eps: float) -> float:
@@ -156,133 +225,59 @@ def limit_across(tolerance: float, eps: float) -> float:
     return min(_WIDEST, max(_ACROSS * tolerance, _ROUNDINGS[eps > 1e-5] * eps))
 
 
-def judge(proof: Proof, side: Side) -> Against:
-    """Compare a layout's gradient with the proof's, if both are of the same model, weights and samples."""
-    eps = max(side.eps, proof.side.eps)
-    limit = limit_across(proof.tolerance, eps)
-    if words := _incomparable(proof.side, side):
-        return Against(could_not_tell(words), None, limit, side, proof)
-    wanted, found = proof.side.gradient, _filled(side.gradient, proof.side.gradient)
-    square = sum(each.square for each in wanted.values())
-    distances = {name: distance_squared(found[name].projections, wanted[name].projections) for name in wanted}
-    error = math.sqrt(sum(distances.values()) / square)
-    if not error > limit:
-        if math.isnan(error):
-            return Against(could_not_tell("the gradient is nan"), None, limit, side, proof)
-        return Against(Verdict(Kind.EXACT, f"the proof's gradient, to {error:.1e}"), error, limit, side, proof)
-    words = _why(wanted, found, distances, limit, (side.ranks, side.steps))
-    return Against(Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}"), error, limit, side, proof)
+def judge(proof: Proof, here: Proof) -> Against:
+    """Compare a layout's gradient with a proof's, if both are of the same model, weights and samples."""
+    limit, names = limit_across(proof.tolerance, max(here.eps, proof.eps)), [*proof.gradient]
+    if words := _incomparable(proof, here):
+        return Against(could_not_tell(words), None, limit, here, proof)
+    wanted = torch.stack([*proof.gradient.values()])
+    found = torch.stack([here.gradient.get(name, torch.zeros_like(wanted[0])) for name in names])
+    apart, norms = (found - wanted).norm(dim=1), wanted.norm(dim=1)
+    error = float(apart.norm() / norms.norm())
+    if math.isnan(error):
+        return Against(could_not_tell("the gradient is nan"), None, limit, here, proof)
+    if error <= limit:
+        return Against(Verdict(Kind.EXACT, f"the proof's gradient, to {error:.1e}"), error, limit, here, proof)
+    factor = float((found * wanted).sum() / wanted.square().sum())
+    off = apart > _ACROSS * limit * norms.clamp(min=_SMALL * float(norms.square().mean().sqrt()))
+    worst = apart.argsort(descending=True).tolist()
+    if float((found - factor * wanted).norm() / norms.norm()) <= limit * max(1.0, abs(factor)):
+        known = factor_in_words(factor, here.steps, here.ranks)
+        words = f"{factor:.4g} times the proof's in every parameter" + (f" ({known})" if known else "")
+    elif 0 < (count := int(off.sum())) <= len(names) // 2:
+        ratios = ((found * wanted).sum(1) / wanted.square().sum(1)).tolist()
+        alone = [names[at] + (f" ({ratios[at]:.3g} times)" if norms[at] else "") for at in worst if off[at]]
+        words = f"{_listed(alone)} alone; the other {len(names) - count} are right"
+    else:
+        lost = ", as where micro-batches are lost" if factor < _LOST else ""
+        most = _listed([names[at] for at in worst])
+        words = f"another direction, along the proof's {factor:.4g} times{lost}; most in {most}"
+    return Against(Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}"), error, limit, here, proof)
 
 
-def _incomparable(proof: Side, side: Side) -> str:
-    """Why nothing can be said of two sides; empty: it can."""
-    ours, theirs = side.parameters, proof.parameters
-    names = [name for name in {**theirs, **ours} if name not in ours or name not in theirs]
-    names += [name for name in ours if name in theirs and list(ours[name][0]) != list(theirs[name][0])]
-    if names or {*side.gradient} - {*proof.gradient}:
-        names += sorted({*side.gradient} - {*proof.gradient})
+def _incomparable(proof: Proof, here: Proof) -> str:
+    """Why nothing can be said of two layouts; empty: it can."""
+    ours, theirs = here.parameters, proof.parameters
+    shapes = [{name: [*each[0]] for name, each in parameters.items()} for parameters in (theirs, ours)]
+    others = [name for name in {**theirs, **ours} if shapes[0].get(name) != shapes[1].get(name)]
+    if others := [*others, *sorted({*here.gradient} - {*proof.gradient})]:
         return (
-            f"another model: {_listed(names)} of other shape, missing or trained in one alone; load the proof's model"
+            f"another model: {_listed(others)} of other shape, missing or trained in one alone; load the proof's model"
         )
     if weights := [name for name in ours if ours[name][2] != theirs[name][2]]:
         return (
             f"the initial weights differ: {_listed(weights)} of {len(ours)} parameters; load the checkpoint, or set "
             "the seed, of the proof"
         )
-    ours_only = Counter(side.samples) - Counter(proof.samples)
-    if ours_only or len(side.samples) != len(proof.samples):
+    lacking = Counter(here.samples) - Counter(proof.samples)
+    if lacking or len(here.samples) != len(proof.samples):
         return (
-            f"other samples: {len(side.samples)} here, of which the proof's {len(proof.samples)} lack "
-            f"{sum(ours_only.values())}; give both the same data, seed and number of samples in a step, over all ranks"
+            f"other samples: {len(here.samples)} here, of which the proof's {len(proof.samples)} lack "
+            f"{sum(lacking.values())}; give both the same data, seed and number of samples in a step, over all ranks"
         )
     return ""
-
-
-def _why(
-    wanted: Mapping[str, Projected],
-    found: Mapping[str, Projected],
-    distances: Mapping[str, float],
-    limit: float,
-    numbers: tuple[int, int],
-) -> str:
-    """What a wrong gradient looks like: a factor, single parameters, or another direction."""
-    square = sum(each.square for each in wanted.values())
-    factor = sum(product(found[name].projections, wanted[name].projections) for name in wanted)
-    factor /= sum(product(each.projections, each.projections) for each in wanted.values())
-    rest = sum(distance_squared(found[n].projections, factor * wanted[n].projections) for n in wanted)
-    if math.sqrt(rest / square) <= limit * max(1.0, abs(factor)):
-        return f"{factor:.4g} times the proof's in every parameter{_named(factor, *numbers)}"
-    least = _SMALL * math.sqrt(square / len(wanted))
-    off = [
-        name
-        for name, each in wanted.items()
-        if math.sqrt(distances[name]) > _ACROSS * limit * max(math.sqrt(each.square), least)
-    ]
-    off.sort(key=lambda name: -distances[name])
-    if 0 < len(off) <= len(wanted) // 2:
-        named = _listed([_of_one(name, wanted[name], found[name]) for name in off])
-        return f"{named} alone; the other {len(wanted) - len(off)} are right"
-    worst = sorted(distances, key=lambda name: -distances[name])
-    lost = ", as where micro-batches are lost" if factor < _LOST else ""
-    return f"another direction, along the proof's {factor:.4g} times{lost}; most in {_listed(worst)}"
-
-
-def _of_one(name: str, wanted: Projected, found: Projected) -> str:
-    own = product(wanted.projections, wanted.projections)
-    if not own:
-        return name
-    ratio = product(found.projections, wanted.projections) / own
-    return f"{name} ({ratio:.3g} times)"
-
-
-def _named(factor: float, ranks: int, steps: int) -> str:
-    """What a factor may be: W, G, G x W, or one over it."""
-    of = {"W": ranks, "G": steps, **({"G x W": ranks * steps} if min(ranks, steps) > 1 else {})}
-    found = [
-        name if sign == 1 else f"1 / ({name})"
-        for (name, number), sign in pairs(of.items(), (1, -1))
-        if number != 1 and math.isclose(factor, number**sign, rel_tol=1e-2)
-    ]
-    return f" ({' or '.join(found)})" if found else ""
-
-
-def _filled(found: Mapping[str, Projected], wanted: Mapping[str, Projected]) -> dict[str, Projected]:
-    zero = Projected(torch.zeros(ROWS * BUCKETS, dtype=torch.float64), 0.0)
-    return {name: found.get(name, zero) for name in wanted}
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def hash_of(sample: Any) -> str:
-    """A hash of a sample's content, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for piece in _pieces(sample):
-        digest.update(len(piece).to_bytes(8, "big") + piece)
-    return digest.hexdigest()[:16]
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = value.double() if value.is_floating_point() else value
-        value = value.numpy()
-    if isinstance(value, np.ndarray):
-        yield f"{value.shape}".encode()
-        yield value.tobytes() if value.dtype != object else repr(value.tolist()).encode()
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield str(key).encode()
-            yield from _pieces(value[key])
-    elif isinstance(value, (list, tuple)):
-        yield str(len(value)).encode()
-        for each in value:
-            yield from _pieces(each)
-    elif isinstance(value, (str, int, float, bool, type(None))):
-        yield repr(value).encode()
-    else:
-        # Images and readers: by what they show as bytes, or by their type alone.
-        yield type(value).__qualname__.encode()
-        yield value.tobytes() if hasattr(value, "tobytes") else b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.accumulation.noise import seed
-from hf_accum_fix.accumulation.preserve import KeepsStorages, overridden, random_states
+from hf_accum_fix.accumulation.preserve import overridden, random_states
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
-from hf_accum_fix.verification.projection import ROWS, Projected, named, projections_of
-from hf_accum_fix.verification.restore import WholeState
+from hf_accum_fix.verification.projection import named, projections_of
 from hf_accum_fix.verification.sample import Collate, micro_batches
 
 FULL = "full batch in one forward"
@@ -58,8 +57,8 @@ class Noise:
 class Reference:
     """The expected gradient (on the CPU) and loss of every split of a global batch, without the router loss.
 
-    ``decomposes``: whether parts of the batch add up to it; ``eps``: of the scene; ``words``: how it was computed;
-    ``least``: smallest tolerance, where an engine adds up in another order.
+    ``decomposes``: whether parts of the batch add up to it; ``words``: how it was computed; ``least``: the smallest
+    tolerance.
     """
 
     gradient: list[Tensor | None]
@@ -67,14 +66,13 @@ class Reference:
     noise: Noise
     words: str
     decomposes: bool
-    eps: float
+    least: float
     notes: tuple[str, ...] = ()
-    least: float = 0.0
 
     @property
     def tolerance(self) -> float:
         """The largest relative error that counts as exact."""
-        return max(FLOORS * self.noise.floor, _LEAST * self.eps, self.least)
+        return max(FLOORS * self.noise.floor, self.least)
 
 
 @dataclass(frozen=True)
@@ -93,22 +91,13 @@ class Scene:
 
     def compared(self, gradient: Gradient) -> list[Tensor | None]:
         """What is compared of a gradient: all of it, or its projections where an engine shards it."""
-        if not is_sharded(self.trainer.accelerator):
-            return list(gradient)
-        return self.in_order(self.projected(gradient)) or []
+        sharded = is_sharded(self.trainer.accelerator)
+        return [*self.projected(gradient).values()] if sharded else list(gradient)
 
-    @property
-    def names(self) -> list[str]:
-        """Of the trainable parameters."""
-        return [name for name, each in named(self.trainer.model) if each.requires_grad]
-
-    def projected(self, gradient: Gradient) -> dict[str, Projected]:
+    def projected(self, gradient: Gradient) -> dict[str, Tensor]:
         """The projections of a gradient, by parameter."""
-        return projections_of(zip(self.names, gradient, strict=True))
-
-    def in_order(self, found: Mapping[str, Projected]) -> list[Tensor | None] | None:
-        """Projections as vectors whose products and distances are, on average, the gradients'; None: there are none."""
-        return [found[name].projections / math.sqrt(ROWS) for name in self.names] if found else None
+        names = [name for name, each in named(self.trainer.model) if each.requires_grad]
+        return projections_of(zip(names, gradient, strict=True))
 
     def count(self, rows: Sequence[Any]) -> float | None:
         """The items of some samples; None if the loss has no items."""
@@ -144,16 +133,6 @@ class Scene:
             )
         return found
 
-    def factor(self, inputs: Any) -> float | None:
-        """The loss of a trainer's own ``compute_loss`` over the model's loss; None if unknown."""
-        if compute_loss_of(self.trainer) is None:
-            return None
-        seed(0)
-        with torch.no_grad():
-            loss, outputs = self._alone(inputs)
-        own = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        return float(loss) / float(own) if isinstance(own, Tensor) and own.ndim == 0 and float(own) else None
-
     @property
     def world_size(self) -> int:
         """The ranks of the training."""
@@ -167,14 +146,10 @@ class Scene:
 
     @property
     def rounding(self) -> float:
-        """The same with matrix products."""
-        eps = self.eps
-        autocast = MIXED.get(self.trainer.accelerator.mixed_precision)
-        if autocast is not None:
-            return max(eps, torch.finfo(autocast).eps)
-        # TF32 has as many digits as float16.
+        """The same with matrix products, of which TF32 has as many digits as float16."""
         rounded = self.trainer.args.device.type == "cuda" and products_are_rounded(self.trainer.model)
-        return max(eps, torch.finfo(torch.float16).eps) if rounded else eps
+        products = MIXED.get(self.trainer.accelerator.mixed_precision, torch.float16 if rounded else None)
+        return max(self.eps, torch.finfo(products).eps) if products is not None else self.eps
 
     def backward(self, inputs: Any, weight: float = 1.0, number: int = 0) -> float:
         """Add the gradient of a batch's loss times a weight, and return the loss; both without the router loss.
@@ -321,7 +296,7 @@ def _full(scene: Scene) -> Reference:
         # If samples are coupled, a batch that holds them twice differs by more than noise.
         if doubled.floor * FLOORS <= WIDEST:
             noise = max(noise, doubled, key=lambda each: each.floor)
-    return Reference(gradient, loss, noise, FULL, decomposes, scene.eps, notes)
+    return Reference(gradient, loss, noise, FULL, decomposes, _LEAST * scene.eps, notes)
 
 
 def _streamed(scene: Scene, own: int) -> Reference:
@@ -336,27 +311,19 @@ def _streamed(scene: Scene, own: int) -> Reference:
     gradient = on_cpu(summed)
     del summed
     _check(scene, gradient)
-    # Batches of two samples run other kernels, with other roundings.
-    pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
-    try:
+    if own > 1:
+        # Batches of two samples run other kernels, with other roundings.
+        pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
         noise = _difference(_summed(scene, pairs)[1], gradient)
         rounded = _is_rounding(scene, noise, rows[:2])
-        fits = True
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        fits = False
-    if not fits:
-        # Not inside the handler: there the error still holds the tensors of the forward that did not fit.
-        take(scene.parameters)
-        noise = _difference(_summed(scene, [[row] for row in rows[::-1]])[1], gradient)
-        rounded = True
+    else:
+        noise, rounded = _difference(_summed(scene, [[row] for row in rows[::-1]])[1], gradient), True
     if not rounded:
         raise ContractError(
             f"got gradients of single samples and of pairs that differ by {noise.floor:.2g}; expected the same sum, to "
             "stream the reference; verify a global batch that fits in one forward"
         )
-    return Reference(gradient, loss, noise, STREAMED, True, scene.eps, notes)
+    return Reference(gradient, loss, noise, STREAMED, True, _LEAST * scene.eps, notes)
 
 
 # --- noise ----------------------------------------------------------------------------------------------------------
@@ -403,27 +370,11 @@ def _again(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> Noise:
     """
     noise = _difference(_of_whole(scene, rows, number=1), gradient)
     if not noise.floor * FLOORS <= WIDEST:
-        _refuse_memory(scene, rows)
         raise UnsupportedSetupError(
             f"the gradient is random: got two that differ by {noise.floor:.2g} for the same samples without dropout; "
             "expected one; switch masking, jitter and augmentation off"
         )
     return noise
-
-
-def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
-    """Refuse a loss that depends on state that the trainer or the model keeps between calls, and name the state."""
-    found = []
-    for number in (1, 2):
-        with WholeState(scene.trainer.model, scene.trainer, follow_modules=True) as state, KeepsStorages(state):
-            found.append(on_cpu(_of_whole(scene, rows, number=number)))
-            named = {str(name) for each in state.kept if isinstance(each.before, dict) for name in each.differing()}
-            drew = state.drew()
-    if _difference(*found).floor * FLOORS <= WIDEST and named and not drew:
-        raise UnsupportedSetupError(
-            f"got a loss of the same samples that changes from call to call with {', '.join(sorted(named)[:5])}; "
-            "expected a loss that depends on the samples only; verify a trainer without that state"
-        )
 
 
 def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: int = 0) -> list[Tensor | None]:
@@ -432,23 +383,18 @@ def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: in
 
 
 def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor | None], tuple[str, ...]]:
-    """Loss and gradient of one batch, and notes; refuse a loss that is random without dropout."""
+    """Loss and gradient of one batch, and notes; refuse a loss that is random without dropout.
+
+    A loss that draws is run often, to find rare differences.
+    """
     inputs = scene.collate(list(rows))
     seed(0)
     before = random_states()
     loss = scene.backward(inputs)
     drew, gradient = before.drew(), on_cpu(take(scene.parameters))
-    return loss, gradient, _refuse_randomness(scene, rows, gradient) if drew else ()
-
-
-def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:
-    """Refuse a loss that is random without dropout; run it often, to find rare differences.
-
-    Returns:
-        A note, for a loss that draws random numbers and does not depend on them.
-    """
+    if not drew:
+        return loss, gradient, ()
     found = []
-    inputs = scene.collate(list(rows))
     with torch.no_grad():
         for number in (0, *range(_DRAWS)):
             seed(number)
@@ -461,7 +407,7 @@ def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) ->
             "one value; switch masking, jitter and augmentation off"
         )
     _again(scene, rows, gradient)
-    return (f"the model draws random numbers in its forward; {_DRAWS} seeds gave the same loss",)
+    return loss, gradient, (f"the model draws random numbers in its forward; {_DRAWS} seeds gave the same loss",)
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

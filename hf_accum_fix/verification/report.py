@@ -18,7 +18,6 @@ PATCHED: Final = "apply()"
 _COLUMNS: Final = ("split", "mode", "gradient", "error", "logged", "answer")
 #: Largest 1 - cosine of a multiple of the right gradient, in squares of its error.
 _PARALLEL: Final = 0.05
-_EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
 
 
 class Kind(IntEnum):
@@ -27,6 +26,12 @@ class Kind(IntEnum):
     EXACT = 0
     OFF = 1
     COULD_NOT_TELL = 3
+
+
+#: What apply() does to the user's own split.
+_MAKES: Final = {
+    Kind.EXACT: "makes it exact", Kind.OFF: "leaves it off", Kind.COULD_NOT_TELL: "could not be run"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,10 @@ class Verdict:
 
     def __bool__(self) -> bool:
         return self.kind is Kind.EXACT
+
+    def to_dict(self) -> dict[str, str]:
+        """As data for JSON."""
+        return {"kind": self.kind.name.lower(), "words": self.words}
 
 
 def could_not_tell(reason: str) -> Verdict:
@@ -84,13 +93,8 @@ class SplitResult:
     @property
     def split(self) -> str:
         """Samples x accumulation steps, as the tables show it."""
-        short = f" ({self.micro_batches} of {self.steps})" if self.is_short else ""
+        short = "" if self.micro_batches == self.steps else f" ({self.micro_batches} of {self.steps})"
         return f"{self.per_device} x {self.steps}{short}"
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the window has fewer micro-batches than accumulation steps."""
-        return self.micro_batches != self.steps
 
     @property
     def amount(self) -> str:
@@ -109,28 +113,6 @@ class SplitResult:
 
 
 @dataclass(frozen=True)
-class EvalResult:
-    """The ``eval_loss`` of a trainer for one eval batch size, and the mean over the items of the evaluation set.
-
-    Attributes:
-        mode: "stock", or "eval_loss=True", the option that reports the item mean.
-        per_device: the eval batch size.
-        eval_loss: as reported.
-        item_mean: the mean over the items of the same samples, computed one by one.
-    """
-
-    mode: str
-    per_device: int
-    eval_loss: float
-    item_mean: float
-
-    @property
-    def error(self) -> float:
-        """Relative to the item mean."""
-        return abs(self.eval_loss - self.item_mean) / abs(self.item_mean) if self.item_mean else abs(self.eval_loss)
-
-
-@dataclass(frozen=True)
 class VerificationReport:
     """Whether a trainer's gradient depends on the split of the global batch; true if the verdict is exact.
 
@@ -146,7 +128,6 @@ class VerificationReport:
         floor: relative difference of two references without accumulation: the noise of dtype and kernels.
         tolerance: largest relative error that counts as exact.
         results: one per window, split and mode.
-        evaluation: one per mode and eval batch size; empty without an evaluation set.
         notes: what was changed for the comparison, and what was not verified.
         own: samples x accumulation steps of the trainer's arguments.
     """
@@ -164,7 +145,6 @@ class VerificationReport:
     floor: float = 0.0
     tolerance: float = 0.0
     results: tuple[SplitResult, ...] = ()
-    evaluation: tuple[EvalResult, ...] = ()
     notes: tuple[str, ...] = ()
     own: tuple[int, int] = (0, 0)
 
@@ -186,41 +166,35 @@ class VerificationReport:
         return {
             "ok": self.ok,
             **asdict(self),
-            "verdict": _plain(self.verdict),
-            "results": [{**asdict(result), "verdict": _plain(result.verdict)} for result in self.results],
-            "evaluation": [{**asdict(each), "error": each.error} for each in self.evaluation],
+            "verdict": self.verdict.to_dict(),
+            "results": [{**asdict(result), "verdict": result.verdict.to_dict()} for result in self.results],
         }
 
     def to_text(self) -> str:
         """The report as text with tables, in 80 columns."""
-        about = (
-            f"{self.trainer} of {self.head} on transformers {self.transformers}, W = {self.world_size}: {self.active}"
-        )
-        lines = [str(self.verdict), *also_looked_at(self.of(self.active), self.own), about]
-        if self.contract:
-            lines.append(f"the loss {self.contract}")
+        about = f"{self.trainer} of {self.head} on transformers {self.transformers}, W = {self.world_size}"
+        lines = [
+            str(self.verdict),
+            *also_looked_at(self.of(self.active), self.own),
+            f"{about}: {self.active}",
+            *([f"the loss {self.contract}"] if self.contract else []),
+        ]
         if self.reference:
-            counts = ", ".join(_batch(*each) for each in zip(self.samples, self.items, strict=True))
-            lines.append(f"global batch: {counts}; reference: {self.reference}")
+            batches = zip(self.samples, self.items, strict=True)
+            counts = [
+                _number_of(rows, "sample") + ("" if items is None else f" with {_number_of(items, 'item')}")
+                for rows, items in batches
+            ]
+            lines.append(f"global batch: {', '.join(counts)}; reference: {self.reference}")
             lines.append(f"exact: a relative error up to {self.tolerance:.1e}; the noise is {self.floor:.1e}")
         lines = _wrapped(*lines, *(f"note: {note}" for note in self.notes))
-        if self.results:
-            lines += ["", *_rows(self.results)]
-        if self.evaluation:
-            rows = [
-                (str(each.per_device), each.mode, f"{each.eval_loss:.6g}", f"{each.item_mean:.6g}", f"{each.error:.1e}")
-                for each in self.evaluation
-            ]
-            lines += ["", *table(_EVAL_COLUMNS, rows)]
-        return "\n".join(lines)
+        return "\n".join(lines + (["", *_rows(self.results)] if self.results else []))
+
+    __str__ = to_text
 
     def __bool__(self) -> bool:
         """Whether the verdict is exact."""
         return self.ok
-
-    def __str__(self) -> str:
-        """The text, so that print(verify(trainer)) shows it."""
-        return self.to_text()
 
     def plot(self, path: str | Path) -> None:
         """Draw the relative gradient error of every split on a log scale; the file extension is the format.
@@ -235,18 +209,13 @@ class VerificationReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise OptionsError("got no matplotlib; expected it for drawing; pip install matplotlib") from error
-        labels = [f"{result.split}\n{result.mode}" for result in drawn]
-        least = max(self.floor, 1e-17)
         figure = Figure(figsize=(max(5.0, 0.9 * len(drawn)), 4.0), layout="constrained")
-        axes = figure.subplots()
-        colours = ["tab:orange" if result.mode == STOCK else "tab:blue" for result in drawn]
-        axes.bar(range(len(drawn)), [max(result.error or 0.0, least / 2) for result in drawn], color=colours)
-        axes.axhline(self.tolerance, color="black", linewidth=0.8, linestyle="--", label="exact below")
-        axes.set_yscale("log")
-        axes.set_xticks(range(len(drawn)), labels, fontsize=8)
-        axes.set_ylabel("relative gradient error")
-        axes.set_title(f"{self.head}, transformers {self.transformers}", fontsize=10)
-        axes.legend(fontsize=8)
+        axes, least = figure.subplots(), max(self.floor, 1e-17) / 2
+        labels = [f"{result.split}\n{result.mode}" for result in drawn]
+        axes.bar(labels, [max(result.error or 0.0, least) for result in drawn])
+        axes.axhline(self.tolerance, color="black", linestyle="--", label="exact below")
+        axes.set(yscale="log", ylabel="relative gradient error", title=f"{self.head}, transformers {self.transformers}")
+        axes.legend()
         figure.savefig(str(path))
 
 
@@ -255,10 +224,8 @@ def judge(results: Sequence[SplitResult]) -> Verdict:
     known = [result for result in results if result.verdict.kind is not Kind.COULD_NOT_TELL]
     if not known:
         return results[0].verdict if results else could_not_tell("no split was run")
-    off = [result for result in known if result.verdict.kind is Kind.OFF]
-    if off:
-        worst = _worst(off)
-        number = f"{len(off)} of {len(known)} splits {'is' if len(off) == 1 else 'are'} off"
+    if off := [result for result in known if result.verdict.kind is Kind.OFF]:
+        worst, number = _worst(off), f"{len(off)} of {len(known)} splits {'is' if len(off) == 1 else 'are'} off"
         return Verdict(Kind.OFF, f"{worst.verdict} (split {worst.split}; {number})")
     unanswered = len(results) - len(known)
     left = f"; {_number_of(unanswered, 'split')} without an answer" if unanswered else ""
@@ -276,15 +243,12 @@ def judge_own(
     shown = _worst([each for each in here if each.verdict.kind is found.kind])
     place = f"at your {shown.split}" if owns else f"at {shown.split}"
     left_out = "" if owns else f"; your own {own[0]} x {own[1]} is not among the splits"
-    if found.kind is Kind.EXACT:
+    if found:
         return Verdict(Kind.EXACT, shown.amount.replace("exact", f"exact {place}", 1) + left_out)
     words = f"{shown.amount} {place}" + (f" ({shown.why})" if shown.why else "")
-    patched = [each for each in owns or results if each.mode == PATCHED]
-    if active == PATCHED or not patched:
-        return Verdict(Kind.OFF, words + left_out)
-    kind = judge(patched).kind
-    makes = {Kind.EXACT: "makes it exact", Kind.OFF: "leaves it off", Kind.COULD_NOT_TELL: "could not be run"}
-    return Verdict(Kind.OFF, f"{words}; apply() {makes[kind]}{left_out}")
+    if active != PATCHED and (patched := [each for each in owns or results if each.mode == PATCHED]):
+        words += f"; apply() {_MAKES[judge(patched).kind]}"
+    return Verdict(Kind.OFF, words + left_out)
 
 
 def also_looked_at(results: Sequence[SplitResult], own: tuple[int, int]) -> list[str]:
@@ -303,15 +267,6 @@ def _worst(results: Sequence[SplitResult]) -> SplitResult:
     return max(results, key=lambda result: inf if result.error is None else result.error)
 
 
-def _plain(verdict: Verdict) -> dict[str, str]:
-    return {"kind": verdict.kind.name.lower(), "words": verdict.words}
-
-
-def _batch(samples: int, items: float | None) -> str:
-    counted = _number_of(samples, "sample")
-    return counted if items is None else f"{counted} with {_number_of(items, 'item')}"
-
-
 def _number_of(count: float, what: str) -> str:
     return f"{count:g} {what}{'' if count == 1 else 's'}"
 
@@ -319,12 +274,12 @@ def _number_of(count: float, what: str) -> str:
 def _rows(results: Sequence[SplitResult]) -> list[str]:
     """The table, each reason below its row."""
     several = len({each.window for each in results}) > 1
-    head = (*("window",) * several, *_COLUMNS)
     cells = [(*(str(each.window),) * several, *_cells(each)) for each in results]
-    lines, rows = table(head, cells)[:2], table(head, cells)[2:]
+    head, rule, *rows = table((*("window",) * several, *_COLUMNS), cells)
+    lines = [head, rule]
     for row, result in zip(rows, results, strict=True):
         lines += [row, *_wrapped(_reason(result), indent=4)]
-    if any(each.is_short for each in results):
+    if any(each.micro_batches != each.steps for each in results):
         lines += wrapped("(k of G): a short last window, k micro-batches at G accumulation steps")
     return lines
 
@@ -338,26 +293,14 @@ def _wrapped(*paragraphs: str, indent: int = 0) -> list[str]:
 def _reason(result: SplitResult) -> str:
     """What the row does not show; empty for an exact one."""
     words, kind = result.verdict.words, result.verdict.kind
-    if kind is Kind.EXACT:
-        return words.removeprefix("exact").lstrip(",; ")
-    if kind is Kind.COULD_NOT_TELL:
-        return words
+    if kind is not Kind.OFF:
+        return words.removeprefix("exact").lstrip(",; ") if kind is Kind.EXACT else words
     parallel = result.cosine is None or result.cosine > 0.9995
     turned = "" if parallel else f"another direction, cosine {result.cosine:.3g}: "
-    named = f" [{', '.join(result.defects)}]" if result.defects else ""
-    return f"{turned}{result.why}{named}"
+    return f"{turned}{result.why}" + (f" [{', '.join(result.defects)}]" if result.defects else "")
 
 
 def _cells(result: SplitResult) -> tuple[str, ...]:
-    return (
-        result.split,
-        result.mode,
-        _number(result.norm_ratio, ".4g"),
-        _number(result.error, ".1e"),
-        _number(result.loss_ratio, ".4g"),
-        {Kind.EXACT: "exact", Kind.OFF: "off"}.get(result.verdict.kind, "-"),
-    )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    numbers = ((result.norm_ratio, ".4g"), (result.error, ".1e"), (result.loss_ratio, ".4g"))
+    answer = {Kind.EXACT: "exact", Kind.OFF: "off"}.get(result.verdict.kind, "-")
+    return (result.split, result.mode, *("-" if each is None else format(each, form) for each, form in numbers), answer)

@@ -7,7 +7,8 @@ import math
 import os
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -39,18 +40,24 @@ class WholeState(PythonState):
 
 
 @contextmanager
-def restored(trainer: TrainerLike) -> Iterator[None]:
-    """Restore, also after an error, all state reachable from a trainer and the random states; clear gradients first."""
+def restored(trainer: TrainerLike) -> Iterator[WholeState]:
+    """Restore, also after an error, all state reachable from a trainer, and the random states."""
     with (
         random_states(),
-        # report() lists training runs only.
-        overridden(observations, "_RUNS", []),
-        _quiet(),
-        unconfirmed(),
         eagerly(),
         WholeState(trainer.model, trainer, follow_modules=True) as state,
         KeepsStorages(state),
     ):
+        yield state
+
+
+@contextmanager
+def unseen(trainer: TrainerLike) -> Iterator[None]:
+    """Run trainings that leave no trace: `restored`, not logged, in no `report()`; gradients are cleared first."""
+    with overridden(observations, "_RUNS", []), ExitStack() as stack, unconfirmed(), restored(trainer):
+        for logger in map(logging.getLogger, _LOGGERS):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(max(logger.getEffectiveLevel(), logging.ERROR))
         for parameter in trainer.model.parameters():
             parameter.grad = None
         yield
@@ -71,19 +78,6 @@ def without_dropout(model: nn.Module) -> bool:
                 setattr(holder, name, 0.0)
                 found = True
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(max(logger.getEffectiveLevel(), logging.ERROR))
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def active_mode(trainer: TrainerLike) -> str:
@@ -109,12 +103,9 @@ def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]
         with nullcontext() if already else apply(**vars(options), quiet=True):
             yield
         return
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "0"
-    try:
+    with ExitStack() as stack:
+        before = os.environ.get(SWITCH)
+        put_back = partial(os.environ.pop, SWITCH) if before is None else partial(os.environ.update, {SWITCH: before})
+        stack.callback(put_back)
+        os.environ[SWITCH] = "0"
         yield
-    finally:
-        if before is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = before

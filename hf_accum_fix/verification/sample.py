@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import logging
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
-from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.items import Labels, has_rows, labels_in_words, labels_of
+from hf_accum_fix.accumulation.items import has_rows
 from hf_accum_fix.accumulation.noise import seed
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.restore import WholeState
-
-logger = logging.getLogger("hf_accum_fix")
+from hf_accum_fix.verification.projection import hash_of
 
 Collate = Callable[[list[Any]], Any]
-
-#: Factor by which to draw more samples if they are of several tasks, to have enough of one.
-_SEVERAL_TASKS = 4
 
 
 @dataclass(frozen=True)
@@ -74,10 +66,9 @@ def splits_of(
         fits = isinstance(pair, tuple) and len(pair) == 2 and 1 <= pair[0] <= samples <= pair[0] * pair[1]
         if not fits and pair != own:
             got = "x".join(map(str, pair)) if isinstance(pair, tuple) else repr(pair)
-            number = f"{samples} sample{'' if samples == 1 else 's'}"
             raise OptionsError(
-                f"got {got} in splits; expected samples per micro-batch x accumulation steps that hold the {number} of "
-                f"a rank, with no more samples per micro-batch; {shown}"
+                f"got {got} in splits; expected samples per micro-batch x accumulation steps that hold the {samples} "
+                f"sample{'s' * (samples != 1)} of a rank, with no more samples per micro-batch; {shown}"
             )
     return [pair for pair in pairs if isinstance(pair, tuple)]
 
@@ -86,49 +77,39 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     """Draw this rank's samples of the first windows by the trainer's own loader, which is reset afterwards.
 
     Raises:
-        UnsupportedSetupError: if drawing them would change the training that follows.
+        UnsupportedSetupError: if drawing them would change the training that follows, or the collator refuses them.
     """
     size = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     notes: list[str] = []
-    collate: Collate
     if samples is not None:
         rows, collate = list(samples), _collator(trainer)
     else:
-        first_rows, collate = _rows_and_collator(trainer, notes)
-        rows = first_rows(windows * size)
+        rows, collate = _rows_and_collator(trainer, windows * size, notes)
     if not rows:
         raise UnsupportedSetupError(
             "got no sample from the dataloader; expected at least one; check dataloader_drop_last"
         )
-    # Only on one rank: on several, a rank that is refused would leave the others waiting.
-    kinds = _kinds(collate, rows) if trainer.args.world_size == 1 else {}
-    if len(kinds) > 1 and samples is not None:
-        raise UnsupportedSetupError(
-            f"got samples with {' and with '.join(map(labels_in_words, kinds))}; expected samples of one task, because "
-            "they are mixed in new micro-batches; pass samples=[...] of one task"
-        )
-    if len(kinds) > 1:
-        kind, rows = next(iter(_kinds(collate, first_rows(_SEVERAL_TASKS * windows * size)).items()))
-        notes.append(f"the samples are of several tasks; only those with {labels_in_words(kind)} were split")
-    groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
+    groups = [rows[at : at + size] for at in range(0, min(len(rows), windows * size), size)]
     if len(rows) < windows * size:
         number = f"{len(rows)} sample{'' if len(rows) == 1 else 's'}"
         notes.append(f"the data has {number} for a rank, fewer than the {windows * size} requested")
     collate = fresh(collate)
-    if _is_random(collate, list(groups[0])):
-        notes.append("the collator is random: each sample was collated once, alone, and padded on the right")
-        together, collate = collate(list(groups[0])), _Once(collate)
-        alone = collate(list(groups[0]))
-        if any(len(value) != len(alone[key]) for key, value in together.items() if has_rows(value)):
-            raise UnsupportedSetupError(
-                "got a random collator whose batch is not the concatenation of its samples; expected one, to split the "
-                "batch; give the collator a fixed seed, or pass samples=[...]"
-            )
-    return Drawn(groups, collate, tuple(notes))
+    try:
+        is_random = _is_random(collate, groups[0])
+    except Exception as error:  # anything that a user's collator raises
+        raise UnsupportedSetupError(
+            f"got samples that the collator does not take together ({type(error).__name__}: {error}); expected samples "
+            "of one task, which can be mixed in new micro-batches; pass samples=[...] of one task"
+        ) from error
+    if is_random:
+        notes.append("the collator is random: each global batch was collated once, and its rows were split")
+        groups = [_rows_of(collate(group), len(group), type(collate).__name__) for group in groups]
+        collate = _concatenated
+    return Drawn(tuple(map(tuple, groups)), collate, tuple(notes))
 
 
-def _rows_and_collator(trainer: TrainerLike, notes: list[str]) -> tuple[Callable[[int], list[Any]], Collate]:
-    """(number) -> first rows of the trainer's loader, and what collates them; ``notes`` get what is special."""
+def _rows_and_collator(trainer: TrainerLike, number: int, notes: list[str]) -> tuple[list[Any], Collate]:
+    """The first rows of the trainer's loader, and what collates them; ``notes`` get what is special."""
     if hasattr(trainer.train_dataset, "__len__") and len(trainer.train_dataset) == 0:
         raise UnsupportedSetupError("got an empty train data set; expected at least one sample")
     if trainer.train_dataset is None and type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
@@ -138,31 +119,14 @@ def _rows_and_collator(trainer: TrainerLike, notes: list[str]) -> tuple[Callable
     collate: Collate | None = getattr(loader, "collate_fn", None)
     # A torch loader without automatic batching yields the batches of its data set.
     if collate is not None and getattr(loader, "_auto_collation", True):
-        return lambda number: _first(_uncollated(loader), number), collate
-    notes.append(f"{type(loader).__name__} collates nothing: the rows of its batches were split, with their padding")
-    samples = trainer.args.per_device_train_batch_size
-    return lambda number: _first(_rows_of_batches(loader, samples), number), _Once(itemgetter(0))
-
-
-def _first(rows: Generator[Any, None, None], number: int) -> list[Any]:
-    """The first samples; the rest of the epoch is not read."""
+        rows = _uncollated(loader)
+    else:
+        name, samples = type(loader).__name__, trainer.args.per_device_train_batch_size
+        notes.append(f"{name} collates nothing: the rows of its batches were split, with their padding")
+        rows, collate = (row for batch in loader for row in _rows_of(batch, samples, name)), _concatenated
     with closing(rows):
-        return list(islice(rows, number))
-
-
-def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Labels, list[Any]]:
-    """The samples by task; as one task, if the collator rejects single samples."""
-    found: dict[Labels, list[Any]] = {}
-    for place, row in enumerate(rows):
-        seed(place)
-        try:
-            kind = labels_of(fresh(collate)([row]))
-        except Exception:
-            # The split into single samples reports this error.
-            logger.debug("a sample could not be collated alone", exc_info=True)
-            return {labels_of(None): list(rows)}
-        found.setdefault(kind, []).append(row)
-    return found
+        # The rest of the epoch is not read.
+        return list(islice(rows, number)), collate
 
 
 def _collator(trainer: TrainerLike) -> Collate:
@@ -189,56 +153,52 @@ def _uncollated(loader: Any) -> Generator[Any, None, None]:
             yield from batch.rows
 
 
-def _rows_of_batches(loader: Any, samples: int) -> Generator[Any, None, None]:
-    """The samples of a loader without a collate_fn: the rows of its batches, or groups of rows.
+def _rows_of(batch: Any, samples: int, made_by: str) -> list[Any]:
+    """The rows of a batch of so many samples; of a multiple of them groups, such as the passages of a query."""
+    sizes = {len(value) for value in batch.values() if has_rows(value)} if isinstance(batch, Mapping) else {0}
+    rows = min(sizes, default=0)
+    number = samples if rows and rows % samples == 0 else rows
+    if not rows or any(size % number for size in sizes):
+        raise UnsupportedSetupError(
+            f"got {made_by}, whose {type(batch).__name__} does not hold equally many rows per sample; expected rows "
+            "that can be split; give the collator a fixed seed, or pass samples=[...]"
+        )
+    return [
+        {
+            key: value[place * len(value) // number : (place + 1) * len(value) // number] if has_rows(value) else value
+            for key, value in batch.items()
+        }
+        for place in range(number)
+    ]
 
-    A batch with a multiple of ``samples`` rows holds groups, such as the passages of a query.
-    """
-    group = 0
-    for batch in loader:
-        sizes = {len(value) for value in batch.values() if has_rows(value)} if isinstance(batch, Mapping) else {0}
-        rows = min(sizes, default=0)
-        group = group or max(1, rows // samples if rows % samples == 0 else 1)
-        if not rows or rows % group or any(size % rows for size in sizes):
-            raise UnsupportedSetupError(
-                f"got {type(loader).__name__} without a collate_fn, whose {type(batch).__name__} does not hold equally "
-                "many rows per sample; expected rows that can be split; pass samples=[...]"
-            )
-        number = rows // group
-        for place in range(number):
-            yield {
-                key: value[place * len(value) // number : (place + 1) * len(value) // number]
-                if has_rows(value)
-                else value
-                for key, value in batch.items()
-            }
+
+def _concatenated(rows: list[Any]) -> dict[str, Any]:
+    return {key: _stacked(key, [row[key] for row in rows]) for key in rows[0]}
+
+
+def _stacked(key: str, values: list[Any]) -> Any:
+    """Parts of one input, those of another batch padded to one width; what has no rows is the first's."""
+    if not has_rows(values[0]):
+        return values[0]
+    if not isinstance(values[0], Tensor):
+        return [each for value in values for each in value]
+    if values[0].ndim == 2:
+        width, fill = max(value.shape[1] for value in values), -100 if "label" in key else 0
+        values = [F.pad(value, (0, width - value.shape[1]), value=fill) for value in values]
+    return torch.cat(values)
 
 
 def _refuse_streams_that_run_out(loader: Any) -> None:
-    """Refuse a stream that cannot be rewound, without reading a sample."""
+    """Refuse a stream that is its own iterator: what is read of it here would be lost to the training."""
     dataset: Any = getattr(loader, "dataset", loader)
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
-        return
     while isinstance(inner := getattr(dataset, "dataset", None), IterableDataset):
         dataset = inner
-    one, other = iter(dataset), iter(dataset)
-    read = (type(dataset).__iter__, *((type(one).__iter__,) if hasattr(one, "__iter__") else ()))
-    with WholeState(dataset, *read, follow_modules=True) as state:
-        runs_out = one is other or any(map(_runs_out, state.reached.values()))
-    if runs_out:
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if is_stream and iter(dataset) is iter(dataset):
         raise UnsupportedSetupError(
             f"got {type(dataset).__name__}, a stream that cannot be rewound, so that training would lose the samples "
             "read here; expected one that can; pass some of its samples: samples=[...]"
         )
-
-
-def _runs_out(value: Any) -> bool:
-    """Whether reading a sample removes it: an iterator, a queue, a pipe, a socket."""
-    kind = type(value)
-    # A file system also has get and put, but no empty.
-    return any(hasattr(kind, name) for name in ("__next__", "recv", "poll", "get_nowait")) or all(
-        hasattr(kind, name) for name in ("get", "put", "empty")
-    )
 
 
 # --- samples that a collator may change -------------------------------------------------------------------------------
@@ -248,28 +208,16 @@ def fresh(collate: Collate) -> Collate:
     """Pass copies to the collator, because it may pop fields of its samples or write into them."""
 
     def on_copies(rows: list[Any]) -> Any:
-        return collate([copied(row) for row in rows])
+        return collate([_copied(row) for row in rows])
 
     return on_copies
 
 
-def copied(value: Any) -> Any:
-    """Copy a sample's containers, tensors and arrays; share other objects (images, readers)."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, MutableMapping):
-        mapping = copy.copy(value)
-        mapping.update((key, copied(value[key])) for key in value)
-        return mapping
-    if type(value) in (list, tuple, set):
-        return type(value)(map(copied, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        record = copy.copy(value)
-        vars(record).update((name, copied(each)) for name, each in vars(value).items())
-        return record
-    return value
+def _copied(row: Any) -> Any:
+    try:
+        return copy.deepcopy(row)
+    except Exception:  # Readers and the like; these are shared.
+        return row
 
 
 # --- a collator that draws at random ----------------------------------------------------------------------------------
@@ -279,46 +227,11 @@ def _is_random(collate: Collate, rows: list[Any]) -> bool:
     batches = []
     for number in (0, 1):
         seed(number)
-        batches.append(collate(list(rows)))
-    return not _equal(*batches)
+        batches.append(hash_of(*leaves(collate(list(rows)))))
+    return batches[0] != batches[1]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other) if isinstance(one, (int, float, str, bool, type(None))) else True
-
-
-class _Once:
-    """Collate each sample once, and concatenate the results to batches."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-        self._batches: dict[int, tuple[Any, Mapping[str, Any]]] = {}
-
-    def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        for row in rows:
-            if id(row) not in self._batches:
-                seed(len(self._batches))
-                self._batches[id(row)] = (row, self._collate([row]))
-        batches = [self._batches[id(row)][1] for row in rows]
-        return {key: _stacked(key, [batch[key] for batch in batches]) for key in batches[0]}
-
-
-def _stacked(key: str, values: list[Any]) -> Any:
-    if isinstance(values[0], list):
-        return [each for value in values for each in value]
-    rows = {len(value) if isinstance(value, Tensor) and value.ndim > 0 else 0 for value in values}
-    if 0 in rows or len(rows) > 1:
-        raise UnsupportedSetupError(
-            f"got {key!r} of single samples that cannot be concatenated; expected tensors of equally many rows; give "
-            "the collator a fixed seed, or pass samples=[...]"
-        )
-    if values[0].ndim == 2:
-        width, fill = max(value.shape[1] for value in values), -100 if "label" in key else 0
-        values = [F.pad(value, (0, width - value.shape[1]), value=fill) for value in values]
-    return torch.cat(values)
+def leaves(batch: Any) -> list[Any]:
+    """The tensors and plain values of a batch."""
+    found = tree_leaves({**batch} if isinstance(batch, Mapping) else batch)
+    return [each for each in found if isinstance(each, (Tensor, int, float, str, type(None)))]

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -143,19 +143,13 @@ class _Runs:
     """A loss function with its batch, whose arguments are those of `split_invariance`."""
 
     def __init__(
-        self,
-        loss_fn: Callable[..., Tensor],
-        batch: Mapping[str, Any],
-        parameters: Sequence[Tensor],
-        over_micro_batches: Combine,
+        self, loss_fn: Callable[..., Tensor], batch: Mapping[str, Any], parameters: Sequence[Tensor], over: Combine
     ) -> None:
-        self._loss_fn, self._parameters = loss_fn, tuple(parameters)
-        self._averages = over_micro_batches == "mean"
-        self._batch = {
-            key: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
-            for key, x in batch.items()
-        }
-        self._trained = [key for key, x in batch.items() if isinstance(x, Tensor) and x.requires_grad]
+        self._loss_fn, self._parameters, self._averages = loss_fn, tuple(parameters), over == "mean"
+        tensors = {key: x for key, x in batch.items() if isinstance(x, Tensor)}
+        wide = {key: x.detach().double() for key, x in tensors.items() if x.is_floating_point()}
+        self._batch = {**batch, **wide}
+        self._trained = [key for key, x in tensors.items() if x.requires_grad]
         lengths = {key: len(x) for key, x in batch.items() if _has_rows(x)}
         if len(set(lengths.values())) != 1 or next(iter(lengths.values())) < 2:
             raise OptionsError(f"got a batch of {lengths} rows; expected equally many, and at least 2; pass [B, ...]")
@@ -219,18 +213,12 @@ def _has_rows(value: Any) -> bool:
 
 def _layouts(samples: int, ranks: int, *, uneven: bool) -> list[Layout]:
     """The splits into 2 or more micro-batches over all ranks; every contiguous one, up to `_MOST`."""
-    even = [(size,) * (samples // size) for size in range(1, samples) if samples % size == 0]
-    found = list(even)
-    if uneven and 2 ** (samples - 1) <= _MOST:
-        found = [sizes for sizes in _compositions(samples) if len(sizes) > 1]
-    elif uneven:
-        draws = random.Random(samples)
-        cuts = [sorted(draws.sample(range(1, samples), draws.randrange(1, samples))) for _ in range(_MOST)]
-        found += [tuple(b - a for a, b in zip([0, *cut], [*cut, samples], strict=True)) for cut in cuts]
+    found, draws, every = list[tuple[int, ...]](), random.Random(samples), 2 ** (samples - 1)
+    if not uneven or every > _MOST:
+        found = [(size,) * (samples // size) for size in range(1, samples) if samples % size == 0]
+    if uneven:
+        # A bit for each place between two samples: whether a micro-batch ends there.
+        for ends in range(1, every) if every <= _MOST else (draws.randrange(1, every) for _ in range(_MOST)):
+            cuts = [0, *(at + 1 for at in range(samples - 1) if ends >> at & 1), samples]
+            found.append(tuple(b - a for a, b in pairwise(cuts)))
     return [Layout(sizes, ranks) for sizes in dict.fromkeys(found) if len(sizes) % ranks == 0]
-
-
-def _compositions(samples: int) -> Iterator[tuple[int, ...]]:
-    for number in range(samples):
-        for cut in combinations(range(1, samples), number):
-            yield tuple(b - a for a, b in zip((0, *cut), (*cut, samples), strict=True))

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 import hf_accum_fix
 from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, apply_inherited, environment_for, inherited_options
-from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import Options
 from tests.cli.processes import environment, start, with_bytecode_in
 
@@ -296,12 +296,6 @@ def test_a_variable_of_somebody_else_is_refused(text: str) -> None:
         inherited_options({VARIABLE: text})
 
 
-def test_a_folder_that_pythonpath_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_accum_fix.cli.inherit.BOOTSTRAP", f"/a{os.pathsep}b")
-    with pytest.raises(UnsupportedSetupError, match="install it in another folder"):
-        environment_for(Options(), {})
-
-
 # --- in a process that trains -----------------------------------------------------------------------------------------
 
 
@@ -327,19 +321,6 @@ def test_a_refusal_is_no_error_that_a_script_catches(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit, match=f"hf-accum-fix: got {THEIRS} in place of Trainer.compute_loss"):
         apply_inherited()
     assert hf_accum_fix.active_handle() is None
-
-
-def test_one_rank_of_a_machine_says_that_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whichever is first: torchrun ends the others as soon as it ends."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(Trainer, "compute_loss", theirs)
-    for rank in ("1", "0"):
-        (tmp_path / rank).mkdir()
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
-        for _ in range(2):  # a script that catches the first one
-            with pytest.raises(SystemExit) as end:
-                apply_inherited()
-            assert "compute_loss" in str(end.value) if rank == "1" else end.value.code == 1
 
 
 def test_switched_off_it_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,11 +223,17 @@ def test_a_checkpoint_keeps_its_settings(tmp_path: Path, capsys: pytest.CaptureF
     assert "of MixtralForCausalLM on" in printed and "router loss" in printed
 
 
+def test_detection_is_answered(tmp_path: Path) -> None:
+    """Boxes are listed image by image; a checkpoint keeps its backbone."""
+    HEADS["DFineForObjectDetection"].build().float().save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path)]) in (0, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("BertModel", "no labels can be made up for BertModel"),
-        ("DetrForObjectDetection", "no labels can be made up for DetrForObjectDetection"),
+        ("DetrForSegmentation", "no labels can be made up for DetrForSegmentation"),
         ("WhisperForConditionalGeneration", "input_features cannot be made up"),
     ],
 )

@@ -93,26 +93,11 @@ def test_a_signal_ends_the_script_as_well(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_last_lines_are_the_reports(script: Path) -> None:
+def test_under_torchrun_the_report_stands_once(script: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = start([*launcher, "-m", "hf_accum_fix", "verify", "--splits", "2x4", script], environment(ROOT))
-    assert done.returncode == 1, done
-    last = done.stderr[done.stderr.rindex("Root Cause") :]
-    assert "8x too large at your 2 x 4 (G x W times)" in last, done.stderr[-3000:]
-    # The report stands once, not again for every rank that torchrun reports.
+    assert done.returncode == 1 and done.stdout.startswith("8x too large at your 2 x 4 (G x W times)"), done
     assert (done.stdout + done.stderr).count("global batch: ") == 1
-
-
-@pytest.mark.slow
-def test_under_accelerate_launch_the_last_lines_are_the_reports(script: Path) -> None:
-    for ranks in ("1", "2"):
-        launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
-        options = ["--num_processes", ranks, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command = [*launcher, *options, "-m", "hf_accum_fix", "verify", "--splits", "2x4", script]
-        done = start(command, {**environment(ROOT), "ACCELERATE_USE_CPU": "true"})
-        assert done.returncode == 1, done
-        last = done.stderr[done.stderr.rindex("Error") :]
-        assert "too large at your 2 x 4" in last, (done.stdout, done.stderr[-3000:])
 
 
 # --- ``hf-accum-fix verify``: nothing of a script runs once it has come to train, whatever it does to go on ---------
@@ -198,9 +183,9 @@ def test_no_line_after_train_is_run(how: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import os; os._exit(0)", "did not call trainer.train(): it ended"),
+        ("import os; os._exit(0)", "did not call trainer.train(): it ended;"),
         ("raise SystemExit(4)", "did not call trainer.train(): it ended with exit code 4"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "it was ended by signal 9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "it ended, by signal 9;"),
     ],
     ids=["os._exit", "exit", "killed"],
 )

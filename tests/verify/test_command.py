@@ -29,7 +29,7 @@ def test_one_process_wrong_then_fixed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    """G x W times in training; the evaluation of 11 samples is W times, and the item mean with the option."""
+    """G x W times."""
     done = torchrun("hf_accum_fix", "verify", "--json", tmp_path / "r.json", SCRIPT)
     assert done.returncode == 1, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
@@ -38,9 +38,6 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert found["stock", 1, 4]["verdict"]["words"].endswith("G x W times")
     assert found["stock", 1, 4]["norm_ratio"] == pytest.approx(8, rel=1e-5)
     assert {each["verdict"]["kind"] for key, each in found.items() if key[0] == "apply()"} == {"exact"}
-    evaluated = {(each["mode"], each["per_device"]): each["error"] for each in report["evaluation"]}
-    assert evaluated["stock", 1] > 0.5
-    assert evaluated["eval_loss=True", 8] < 1e-6 and evaluated["eval_loss=True", 1] < 1e-6
 
 
 @pytest.mark.slow

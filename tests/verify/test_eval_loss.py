@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hf_accum_fix
-from hf_accum_fix import Items, LossContract, Reduction, verify
+from hf_accum_fix import Items, LossContract, Reduction
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import Options
 from hf_accum_fix.trainer import GlobalBatchTrainer
@@ -76,13 +76,6 @@ def test_a_loss_that_has_no_item_mean_is_left_with_a_warning(tmp_path: Path, sai
     with hf_accum_fix.apply(eval_loss=True):
         assert loss() == stock
     assert len(said("eval_loss stays the Trainer's average")) == 1
-
-
-def test_verify_reports_the_dependence(tmp_path: Path) -> None:
-    report = verify(trainer_of("llama", tmp_path, evaluated=HEADS["llama"].samples[:7]), splits=[2])
-    errors = {(each.mode, each.per_device): each.error for each in report.evaluation}
-    assert errors["stock", 1] > 1e-3
-    assert errors["eval_loss=True", 1] < 1e-6 and errors["eval_loss=True", 8] < 1e-6
 
 
 def test_no_bool_is_refused() -> None:

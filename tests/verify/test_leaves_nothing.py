@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,33 +196,3 @@ def test_the_training_that_follows_is_the_one_without_it(made: Callable[[Path], 
     if hasattr(trainer, "counted"):
         assert trainer.counted.seen == [0] and trainer.counted.last == {}
     assert losses(trainer) == wanted
-
-
-QUEUE: Any = SimpleQueue()
-
-
-class Queued(torch.utils.data.IterableDataset[Any]):
-    """A stream from a queue, wherever it keeps it."""
-
-    def __init__(self, kept: str) -> None:
-        while not QUEUE.empty():
-            QUEUE.get()
-        for each in points(60):
-            QUEUE.put(each)
-        self.source: Any = {
-            "nested": {"queues": [QUEUE]},
-            "closure": (lambda queue: lambda: queue.get())(QUEUE),
-            "object": SimpleNamespace(inner=SimpleNamespace(rest=iter(points(60)))),
-        }[kept]
-
-    def __iter__(self) -> Iterator[Any]:
-        while not QUEUE.empty():
-            yield QUEUE.get()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", ["nested", "closure", "object"])
-def test_a_stream_from_a_queue_loses_nothing(kept: str, tmp_path: Path) -> None:
-    report = verify(small(Regression(), tmp_path, Queued(kept), max_steps=2))
-    assert report.verdict.kind is Kind.COULD_NOT_TELL and "cannot be rewound" in report.verdict.words
-    assert QUEUE.qsize() == 60

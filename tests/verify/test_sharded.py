@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 import hf_accum_fix
 from hf_accum_fix.engines import ranks
+from hf_accum_fix.verification.copies import PROOF
 from hf_accum_fix.verification.gradients import Gradient, distance, dots
-from hf_accum_fix.verification.projection import ROWS, named, projections_of
-from hf_accum_fix.verification.sharded import PROOF
+from hf_accum_fix.verification.projection import named, projections_of
 from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, TENSOR_PARALLEL, Backend
 from tests.backends.trajectory import gathered
 from tests.numerics.heads import HEADS, before
@@ -246,8 +246,7 @@ def test_errors_by_projections_are_those_of_the_whole_to_a_third() -> None:
         gradient = [each.grad for each in model.parameters() if each.grad is not None]
 
         def projected(gradient: Gradient, names: list[str] = names) -> Gradient:
-            found = projections_of(zip(names, gradient, strict=True))
-            return [each.projections / math.sqrt(ROWS) for each in found.values()]
+            return [*projections_of(zip(names, gradient, strict=True)).values()]
 
         def error(found: Gradient, wanted: Gradient) -> float:
             return distance(found, wanted) / math.sqrt(float(dots(wanted)[0, 0]))

@@ -66,23 +66,22 @@ def test_whitened_advantages_are_no_divisor() -> None:
     assert "its divisor is right" in off and "a mean or a norm of its samples" in off
 
 
-def test_terms_of_one_line_are_numbered() -> None:
+def test_terms_of_one_line_are_one() -> None:
     def loss(rows: dict[str, Tensor], window: Window) -> Tensor:
         return policy(rows) / share(window) + rows["values"].square().mean()
 
-    (off,) = _off(split_invariance(loss, batch()).words)
-    assert "divided by 30 in the full batch" in off, off
-
-
-def test_a_loop_over_samples_is_one_term() -> None:
-    def loss(rows: dict[str, Tensor], window: Window) -> Tensor:
+    def of_samples(rows: dict[str, Tensor], window: Window) -> Tensor:
         total = torch.zeros(())
         for logprobs, mask in zip(rows["logprobs"], rows["mask"], strict=True):
             total = total + (logprobs * mask).sum() / mask.sum()
         return total / len(rows["mask"])
 
-    (off,) = _off(split_invariance(loss, batch()).words)
-    assert "its line makes several terms" in off
+    def together(rows: dict[str, Tensor], window: Window) -> Tensor:
+        return rows["logprobs"].square().sum() / share(window) + rows["values"].square().mean()
+
+    assert "divided by 30 in the full batch" in _off(split_invariance(loss, batch()).words)[0]
+    for each in (together, of_samples):
+        assert "its line makes several terms" in _off(split_invariance(each, batch()).words)[0]
 
 
 def test_parameters_are_compared_too() -> None:

@@ -10,7 +10,7 @@ import pytest
 import hf_accum_fix
 from hf_accum_fix import verify
 from hf_accum_fix.verification.report import Kind
-from tests.numerics.heads import HEADS, before
+from tests.numerics.heads import before
 from tests.ranks import on_ranks
 from tests.router.conventions import FAMILIES
 from tests.verify.trainers import Contrastive, points, small, trainer_of
@@ -26,9 +26,6 @@ def reports_of(output: Path) -> dict[str, Any]:
         name: verify(trainer_of(name, output, **GLOO), with_apply=True).to_dict()
         for name in ("llama", "bert-classes", "bert-mlm", "mixtral", "lora")
     }
-    evaluated = HEADS["llama"].samples[:7]
-    trainer = trainer_of("llama", output, evaluated=evaluated, **GLOO)
-    found["evaluated"] = verify(trainer, splits=[2]).to_dict()
     found["contrastive"] = verify(small(Contrastive(), output, points(8), **GLOO)).to_dict()
     trainer = trainer_of("llama", output, **GLOO)
     trainer.model_wrapped = trainer.model
@@ -71,12 +68,6 @@ def test_stock_is_explained_and_apply_is_exact(name: str, wanted: str, reports: 
     fixed = [each for each in report["results"] if each["mode"] == "apply()"]
     assert len(fixed) == 4 and {each["verdict"]["kind"] for each in fixed} == {"exact"}
     assert all(each["error"] < 1e-6 for each in fixed)
-
-
-def test_the_evaluation_is_the_item_mean_with_the_option(reports: dict[str, Any]) -> None:
-    errors = {(each["mode"], each["per_device"]): each["error"] for each in reports["evaluated"]["evaluation"]}
-    assert errors["stock", 1] > 1e-3
-    assert errors["eval_loss=True", 1] < 1e-6 and errors["eval_loss=True", 8] < 1e-6
 
 
 def test_in_batch_negatives(reports: dict[str, Any]) -> None:

@@ -139,6 +139,7 @@ def test_a_collator_that_masks_at_random(tmp_path: Path) -> None:
         batch = head.batch(samples)
         kept = torch.rand(batch["labels"].shape) < 0.5
         kept[:, 0] = True
+        kept &= batch["attention_mask"].bool()
         return {**batch, "labels": torch.where(kept, batch["input_ids"], -100)}
 
     from tests.numerics.heads import HEADS
