@@ -1,15 +1,14 @@
-"""Rows of numbers in logs, line by line: JSON, tables, what trainers print; and a trainer_state.json, row by row."""
+"""Rows of numbers in logs, line by line: JSON, tables, what trainers print."""
 
 from __future__ import annotations
 
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hf_accum_fix.monitor.columns import STEP_KEYS
+from hf_accum_fix.monitor.series import STEP_KEYS
 
 _NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN))"
 #: Colours of a terminal.
@@ -27,9 +26,6 @@ _BESIDE = {
 }
 #: What may stand between the cells of a table; most lines of a cell with line breaks.
 _DELIMITERS, _LINES_OF_A_CELL = ",;\t", 100
-#: The list in a trainer_state.json; letters read at once, and most letters of one of its rows.
-_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
-_CHUNK, _LONGEST_ROW = 1 << 20, 1 << 26
 
 Row = Mapping[str, Any]
 
@@ -104,52 +100,6 @@ class ConsoleLines:
         """What it says of a loss, and beside it."""
         if "oss" in line:  # Most lines of a console are none of a loss.
             yield from _rows_of_line(_COLOUR.sub("", line))
-
-
-def rows_of_state(path: Path, done: Callable[[int], None]) -> Iterator[Row]:
-    """The rows of a trainer_state.json, without holding all of it.
-
-    Args:
-        path: of the file.
-        done: is told how many letters have been read.
-
-    Raises:
-        ValueError: if there is no list of logs, or it ends within a row.
-    """
-    decoder = json.JSONDecoder()
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        text, place, letters, inside = "", 0, 0, False
-        while chunk := file.read(_CHUNK):
-            letters += len(chunk)
-            done(letters)
-            text, place = text[place:] + chunk, 0
-            if not inside:
-                found = _HISTORY.search(text)
-                if found is None:
-                    place = max(len(text) - 100, 0)
-                    continue
-                inside, place = True, found.end()
-            while (row := _row_at(decoder, text, place)) is not None:
-                values, place = row
-                if values is None:
-                    return
-                yield values
-            if len(text) - place > _LONGEST_ROW:
-                break
-    raise ValueError("its log_history ends within a row" if inside else "it has no list log_history")
-
-
-def _row_at(decoder: json.JSONDecoder, text: str, place: int) -> tuple[Row | None, int] | None:
-    """The row that begins there, and where it ends; no row at the end of the list; None where it is not whole yet."""
-    while place < len(text) and text[place] in " \t\r\n,":
-        place += 1
-    if text[place : place + 1] == "]":
-        return None, place
-    try:
-        row, end = decoder.raw_decode(text, place)
-    except ValueError:
-        return None
-    return (row if isinstance(row, dict) else {}), end
 
 
 def _rows_of_line(line: str) -> Iterator[Row]:

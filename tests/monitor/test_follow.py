@@ -12,7 +12,8 @@ from hf_accum_fix.cli import main
 from hf_accum_fix.cli import watch as command
 from hf_accum_fix.monitor import follow as watching
 from hf_accum_fix.monitor.follow import follow
-from hf_accum_fix.monitor.run_logs import Logs, LogsError, Run, read_runs
+from hf_accum_fix.monitor.run_logs import Logs, read_runs
+from hf_accum_fix.monitor.series import LogsError, Run
 from hf_accum_fix.monitor.watch import report
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from hf_accum_fix.cli import main
 from hf_accum_fix.monitor.picture import write_picture
-from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.run_logs import read_runs
+from hf_accum_fix.monitor.series import LogsError, Run, Series
 from hf_accum_fix.monitor.watch import report, short_names
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from hf_accum_fix.cli import watch as command
 from hf_accum_fix.monitor.run_comparison import compare
-from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.run_logs import read_runs
+from hf_accum_fix.monitor.series import LogsError, Run, Series
 from hf_accum_fix.monitor.run_summary import summarise
 from hf_accum_fix.monitor.watch import report
 
