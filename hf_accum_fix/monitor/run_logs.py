@@ -28,6 +28,8 @@ _CHART = re.compile(r"(.+) - (.+?)(__MIN|__MAX)?")
 _WHOLE_COLUMNS = {"losses": "loss", "grad_norms": "grad_norm"}
 #: Bytes read at once; most bytes of a config.json.
 _CHUNK, _LARGEST_CONFIG = 1 << 20, 1 << 20
+#: Of each file what changes where it is written: inode, size, time.
+_State = list[tuple[int, int, int]]
 _NO_FILE = "is no regular file; expected"
 
 
@@ -55,7 +57,7 @@ class Logs:
     def __init__(self, progress: Progress = lambda path, done, size: None, *, grow: bool = False) -> None:
         self._progress, self._grow = progress, grow
         #: Of each place its files as they were, whether they were whole, and its runs.
-        self._seen: dict[Path, tuple[list[tuple[int, ...]], bool, list[Run]]] = {}
+        self._seen: dict[Path, tuple[_State, bool, list[Run]]] = {}
 
     def read_all(self, paths: Sequence[Path], unread: list[str]) -> list[Run]:
         """The runs of several places; what cannot be read hides nothing of the rest.
@@ -138,7 +140,7 @@ class Logs:
     ) -> list[Run]:
         """The runs of a place: the same objects where its files are as they were."""
         try:
-            state = [(its.st_ino, its.st_size, its.st_mtime_ns) for its in map(Path.stat, files)]
+            state: _State = [(its.st_ino, its.st_size, its.st_mtime_ns) for its in map(Path.stat, files)]
             before, whole, runs = self._seen.get(place, ([], False, []))
             if state != before or not whole:
                 runs, whole = read(not self._grow or state == before)
@@ -239,7 +241,7 @@ def _run_of_state(file: Path) -> Run:
     try:
         if config.is_file() and config.stat().st_size <= _LARGEST_CONFIG:
             classes = _classes(json.loads(config.read_text(encoding="utf-8", errors="replace")))
-    except Exception:  # noqa: BLE001, S110
+    except Exception:
         pass  # Not a model's: the log counts, not what is next to it.
     guess = {GUESS: Series((0.0,), (math.log(classes),))} if classes > 1 else {}
     return replace(run, series={**guess, **run.series})

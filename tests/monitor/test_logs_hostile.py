@@ -17,7 +17,7 @@ from hf_accum_fix.cli import main
 from hf_accum_fix.monitor.picture import write_picture
 from hf_accum_fix.monitor.run_logs import read_runs
 from hf_accum_fix.monitor.series import LogsError, Run, Series
-from hf_accum_fix.monitor.watch import report, short_names
+from hf_accum_fix.monitor.watch import look, short_names
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_an_odd_byte_a_bad_line_and_a_mark_at_the_start_leave_the_rest_readable(
     assert bytes_.series["loss"].values == (2.0, 1.0) and bytes_.left_out == ""
     assert torn.series["loss"].steps == (2.0, 3.0) and torn.left_out == "1 of 3 lines, the first is number 1"
     assert table.series["loss"].values[-1] == 1.0 and "1 of" in table.left_out
-    assert "  left out  1 of 3 lines, the first is number 1" in report([torn])
+    assert "  left out  1 of 3 lines, the first is number 1" in look([torn]).words
     (tmp_path / "torn.jsonl").write_text("{\n{\n" + '{"step": 3, "loss": 1}\n')
     with pytest.raises(LogsError, match="2 of 3 lines could not be read, the first is number 1"):
         read_runs(tmp_path / "torn.jsonl")
@@ -184,8 +184,8 @@ def a_run(name: str, draw: numpy.random.Generator, times: float = 1.0) -> Run:
 def test_runs_are_held_against_the_one_that_is_named() -> None:
     draw = numpy.random.default_rng(0)
     runs = [a_run("off", draw, 8.0), a_run("one", draw), a_run("two", draw)]
-    assert "two against off: 0.12" in report(runs)
-    text = report(runs, against="one")
+    assert "two against off: 0.12" in look(runs).words
+    text = look(runs, against="one").words
     assert "off against one: 8" in text and text.count("one factor throughout") == 1
 
 

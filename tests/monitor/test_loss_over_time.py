@@ -12,8 +12,8 @@ import pytest
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
-from hf_accum_fix.monitor.series import Run, Series
 from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.series import Run, Series
 from hf_accum_fix.monitor.watch import findings
 
 

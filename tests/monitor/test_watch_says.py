@@ -11,8 +11,8 @@ import pytest
 
 from hf_accum_fix.cli import main
 from hf_accum_fix.monitor.run_logs import read_runs
-from hf_accum_fix.monitor.series import LogsError, Run, Series
 from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.series import LogsError, Run, Series
 from hf_accum_fix.monitor.watch import findings, look, within
 
 
