@@ -33,6 +33,7 @@ from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.thresholds import COMPARED, FEWEST_STEPS, NORM_TOLERANCE, NORM_TOLERANCE_OF_FIRST
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -41,11 +42,8 @@ if TYPE_CHECKING:
 
 #: Steps kept between two readings.
 _KEPT = 64
-#: Fewest steps in a judgement: shorter readings are put together; most kept until every rank has a gradient in enough.
-_FEWEST, _MOST_CARRIED = 8, 512
-#: Relative difference of norms that nobody would act upon; the same at the first norms: it grows with the square of the
-#: first norm over the present one, since memorised data leave no gradient.
-_TOLERANCE, _TOLERANCE_OF_FIRST = 0.005, 0.002
+#: Most steps kept until every rank has a gradient in enough.
+_MOST_CARRIED = 512
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ class RankGradients(Gathered[RankGradientsReading]):
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
         self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < max(step) < math.inf]
-        if len(self._carried) < _FEWEST:
+        if len(self._carried) < FEWEST_STEPS:
             return None
         zeros = [sum(norm == 0 for norm in column) for column in zip(*self._carried, strict=True)]
         dead = [rank for rank, count in enumerate(zeros) if 2 * count > len(self._carried)]
@@ -176,22 +174,22 @@ class RankGradients(Gathered[RankGradientsReading]):
             )
         # Skip steps in which a rank has no targets: they show nothing about sizes.
         steps = [step for step in self._carried if min(step) > 0]
-        if len(steps) < _FEWEST:
+        if len(steps) < FEWEST_STEPS:
             self._carried = self._carried[-_MOST_CARRIED:]
             return None
         self._carried = []
         norm = median(fmean(step) for step in steps)
         self._first = self._first or norm
-        found = deviations(steps, max(_TOLERANCE, _TOLERANCE_OF_FIRST * (self._first / norm) ** 2))
-        shifted = self._shifts.add(found, len(reading.norms))
+        found = deviations(steps, max(NORM_TOLERANCE, NORM_TOLERANCE_OF_FIRST * (self._first / norm) ** 2))
+        shifted = self._shifts.add(found)
         self.worst = self._shifts.worst
         if shifted is None:
             return None
         times = math.exp(shifted.difference)
         return Alarm(
             f"rank-gradient-{shifted.rank}",
-            f"rank {shifted.rank}: its gradient before the reduction is {times:.3g} times as large as the others', "
-            f"{abs(shifted.unusual):.1f} standard errors and not for the first time"
+            f"rank {shifted.rank}: its gradient before the reduction is {times:.3g} times as large as the others' over "
+            f"the last {COMPARED} logs, {abs(shifted.unusual):.1f} standard errors"
             f"{OF_TWO if len(reading.norms) == 2 else ''}; look at this rank's data shard and item counts, its seed "
             "and its precision",
         )

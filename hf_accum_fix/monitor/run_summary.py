@@ -13,7 +13,7 @@ from hf_accum_fix.monitor.gradient_norm import LOOK_AT, GradientNorm
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory_trend import LOOK_FOR, MIB, Trend, TrendKind, trend
 from hf_accum_fix.monitor.pipeline import without_sentinels
-from hf_accum_fix.monitor.robust import Slope, blocks, median_and_sigma, noise_of_means, noise_sigma, slope_of_means
+from hf_accum_fix.monitor.robust import Slope, blocks, error_of_mean, median_and_sigma, noise_sigma, slope_of_means
 from hf_accum_fix.monitor.series import GUESS, PREFIX, Run, Series
 
 #: Fewest logs that show a trend above the noise; most points behind a slope.
@@ -145,8 +145,8 @@ def _of_noise(loss: Series) -> tuple[float, list[tuple[str, str]]]:
     tail = loss.values[-max(len(loss) // 10, 1) :]
     last = fmean(tail)
     as_share = 1.0 if positive else abs(last) or math.nan
-    noise, of_last = noise_sigma(scaled) / as_share, noise_of_means(scaled) / as_share
-    error = "" if math.isnan(of_last) else f" +- {of_last * abs(last) / math.sqrt(len(tail)):.2g}"
+    noise, error_of_last = noise_sigma(scaled) / as_share, error_of_mean(tail)
+    error = "" if math.isnan(error_of_last) else f" +- {error_of_last:.2g}"
     rows = [("loss", f"{loss.values[0]:.4g} at step {loss.steps[0]:.0f}, {last:.4g}{error} last")]
     half = len(loss) // 2
     if len(set(loss.steps[half:])) >= _ENOUGH:

@@ -10,56 +10,10 @@ import numpy
 import pytest
 import torch
 
-from hf_accum_fix.monitor.deviation import Deviation, Shifts
 from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.memory_trend import MIB, trend
 
 GIB = 2.0**30
-
-
-def wandering(draw: numpy.random.Generator, ranks: int, readings: int, persists: int, size: float) -> numpy.ndarray:
-    """Rank means in their errors: a difficulty that persists for so many readings, and independent noise."""
-    levels = numpy.repeat(draw.normal(size=(readings // persists + 1, ranks)), persists, axis=0)[:readings]
-    return size * levels + draw.normal(size=(readings, ranks))
-
-
-def alarms(means: numpy.ndarray) -> list[tuple[int, int]]:
-    """Readings and ranks of the alarms of `Shifts`."""
-    shifts, found = Shifts(), []
-    ranks = means.shape[1]
-    for place, row in enumerate(means.tolist()):
-        others = [(sum(row) - its) / (ranks - 1) for its in row]
-        error = (ranks / (ranks - 1)) ** 0.5
-        differences = [its - other for its, other in zip(row, others, strict=True)]
-        reading = [Deviation(rank, difference, error, 40) for rank, difference in enumerate(differences)]
-        shifted = shifts.add(reading, ranks)
-        if shifted is not None:
-            found.append((place, shifted.rank))
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 16])
-@pytest.mark.parametrize(("persists", "size"), [(1, 0.0), (2, 2.0), (2, 5.0), (10, 2.0), (30, 3.0)])
-def test_ranks_that_all_wander_are_left_alone(ranks: int, persists: int, size: float) -> None:
-    draw = numpy.random.default_rng(ranks * 10 + persists)
-    found = alarms(wandering(draw, ranks, 1000, persists, size))
-    # Of two ranks, a first level that lasts for ten readings is as a fault from the start would be.
-    assert len(found) <= (1 if ranks == 2 and persists >= 10 else 0) and all(place < 100 for place, _ in found)
-
-
-def test_a_rank_that_is_off_is_named_among_ranks_that_wander() -> None:
-    draw = numpy.random.default_rng(1)
-    means = wandering(draw, 8, 200, 2, 2.0)
-    means[100:, 3] += 12.0
-    found = [(place, rank) for place, rank in alarms(means) if place >= 100]
-    assert found[0][1] == 3 and found[0][0] < 110
-
-
-def test_a_rank_that_is_off_from_the_start_is_named_as_soon_as_ever() -> None:
-    draw = numpy.random.default_rng(2)
-    means = draw.normal(size=(20, 4))
-    means[:, 3] += 20.0
-    assert alarms(means)[0] == (1, 3)
 
 
 def told(sizes: numpy.ndarray, capacity: float = 80 * GIB, since: int = 0) -> list[int]:

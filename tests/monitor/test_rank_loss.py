@@ -65,7 +65,7 @@ def test_a_rank_with_few_items_is_as_usual_as_any() -> None:
         reading = a_reading(draw, 4, 10, "one rank short", 100 + log)
         found = deviations(reading.ranks, [0, 1, 2, 3])
         assert abs(found[0].difference) > 0
-        unusual.append(found[0].unusual)
+        unusual.append(found[0].deviate)
     # Its mean is off by several times what the others' are; in its own standard errors it is not.
     assert numpy.std(unusual) < 1.1
 
