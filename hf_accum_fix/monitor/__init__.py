@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.monitor import Monitor as Monitor
     from hf_accum_fix.monitor.noise_scale import NoiseScale as NoiseScale
     from hf_accum_fix.monitor.pace import Pace as Pace
-    from hf_accum_fix.monitor.pipeline import without_sentinels as without_sentinels
+    from hf_accum_fix.monitor.series import without_sentinels as without_sentinels
     from hf_accum_fix.monitor.rank_gradients import RankGradients as RankGradients
     from hf_accum_fix.monitor.rank_loss import RankLoss as RankLoss
     from hf_accum_fix.monitor.ranks import Ranks as Ranks, TorchRanks as TorchRanks
@@ -69,11 +69,11 @@ _NAMES = {
     "monitor": "Monitor",
     "noise_scale": "NoiseScale",
     "pace": "Pace",
-    "pipeline": "without_sentinels",
     "rank_gradients": "RankGradients",
     "rank_loss": "RankLoss",
     "ranks": "Ranks TorchRanks",
     "replicas": "Replicas",
+    "series": "without_sentinels",
     "shared_samples": "SharedSamples",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -177,7 +177,7 @@ class Monitor:
         for alarm in (
             self._rank_loss.judge(reading),
             *(judge.judge(reading, rate, epoch) for judge in self._of_loss),
-            self._first.judge(reading, self._guess),
+            self._first.add(reading.mean, self._guess),
         ):
             self._say(alarm)
         if accuracy is not None:

@@ -31,8 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
 
 #: Measured windows of one micro-batch before that is said.

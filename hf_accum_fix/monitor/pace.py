@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.deviation import Deviation, Shifts
-from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.thresholds import (
     COMPARED,

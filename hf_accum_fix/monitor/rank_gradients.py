@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
-from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.thresholds import COMPARED, FEWEST_STEPS, NORM_TOLERANCE, NORM_TOLERANCE_OF_FIRST
 

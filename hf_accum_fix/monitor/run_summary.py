@@ -11,10 +11,10 @@ from statistics import NormalDist, fmean, median
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gradient_norm import LOOK_AT, GradientNorm
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
-from hf_accum_fix.monitor.memory_trend import LOOK_FOR, MIB, Trend, TrendKind, trend
-from hf_accum_fix.monitor.pipeline import without_sentinels
+from hf_accum_fix.monitor.memory import LOOK_FOR, MIB, Trend, TrendKind, trend
 from hf_accum_fix.monitor.robust import Slope, blocks, error_of_mean, median_and_sigma, noise_sigma, slope_of_means
-from hf_accum_fix.monitor.series import GUESS, PREFIX, Run, Series
+from hf_accum_fix.monitor.series import GUESS, PREFIX, Run, Series, without_sentinels
+from hf_accum_fix.monitor.thresholds import STEPS_OF_A_LEAK
 
 #: Fewest logs that show a trend above the noise; most points behind a slope.
 _ENOUGH, _POINTS = 8, 60
@@ -26,8 +26,8 @@ _NOT_ZERO = 0.01
 _OVERFLOWS = 1e60
 #: Ratio of the last tenth of the losses to the best that is divergence, where it is halfway back to the first.
 _OVER_THE_BEST = 1.5
-#: Fewest logs, and steps, that show a leak.
-_LOGS_OF_A_LEAK, _STEPS_OF_A_LEAK = 16, 250
+#: Fewest logs that show a leak.
+_LOGS_OF_A_LEAK = 16
 #: Names that memory (not its peak since the start, which can only grow), an accuracy, and one rank's loss, are logged
 #: under.
 _MEMORY = re.compile(r"memory_(?:peak_)?(mib|gib)$|^memory/max_(?:active|reserved)\((GiB)\)$")
@@ -96,7 +96,7 @@ def summarise(run: Run) -> Summary:
     findings += [
         Alarm("memory-grows", f"{name} {its}; {LOOK_FOR}")
         for name, (its, logs) in memory.items()
-        if its.kind is TrendKind.GROWS and logs >= _LOGS_OF_A_LEAK and its.samples >= _STEPS_OF_A_LEAK
+        if its.kind is TrendKind.GROWS and logs >= _LOGS_OF_A_LEAK and its.samples >= STEPS_OF_A_LEAK
     ]
     noise, rows = _of_noise(loss)
     rows += [("gradient norm", spikes)] if spikes else []

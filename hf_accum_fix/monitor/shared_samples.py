@@ -25,8 +25,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 #: Hashes kept; fewest for a judgement; share of them that two ranks must not have in common; readings in a row.

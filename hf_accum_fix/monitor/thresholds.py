@@ -39,3 +39,66 @@ LAG_TOLERANCE, LAG_TOLERANCE_SECONDS = 0.1, 0.01
 MOST_LAG, LAG_WANDERS = 5.0, 0.3
 #: Share of a reading's longest steps that is left out (evaluations, checkpoints), and fewest steps. Taste.
 LEFT_OUT, FEWEST_TIMES = 0.2, 5
+
+# ---- the loss from log to log (loss_over_time) -----------------------------------------------------------------------
+
+#: Logs in a mean: hard stretches of data pass sooner. Taste.
+LOGS = 30
+#: Ratio to the mean before, or to the best, that is a jump; to the best that is divergence; to the best of every log in
+#: the mean; of two learning rates that is a rise. Taste.
+JUMP, FAR_OVER_BEST, BACK, RISE = 1.5, 2.0, 1.2, 1.05
+#: Errors of a mean that the loss wanders by itself. Audit: where difficulty persists.
+WANDERS = 5.0
+#: Logs looked at for a swing, logs from one look to the next, fewest periods in them. Taste.
+LOOK, EVERY_LOOK, FEWEST_PERIODS = 64, 32, 5
+#: Share of the power that one frequency and its two neighbours have: noise hardly has it twice. Audit.
+SHARE = 0.6
+#: Relative deviation of the loss that counts; of a period from an epoch that are the same. Taste.
+SWING, OF_EPOCH = 0.07, 0.1
+#: Logs until a stall is judged, blocks of them that a slope is taken over, logs that are the beginning. Taste.
+JUDGED, SLOPES, FIRST = 300, 60, 5
+#: Fall of the loss, as a share, that is learning; of the first logs above the rest, and in their standard errors; of a
+#: tenth of the logs below the first. Audit: a fine-tune that gains 3 %, a task that is learned late.
+LEARNED, ABOVE, ERRORS, FAR_BELOW = 0.05, 0.02, 3.0, 0.2
+#: Ratio of a first loss to a guess's that is too large. Taste: two micro-batches that nothing divides make 2.
+OVER_A_GUESS = 1.5
+#: Fewest evaluations; share of the first loss that a loss has fallen to; gain in accuracy that is one; near 1. Taste.
+EVALUATIONS, FALLEN, GAIN, HIGH = 8, 0.7, 0.02, 0.95
+
+# ---- the loss that a Trainer logs (loss.LossCheck) -------------------------------------------------------------------
+
+#: Relative difference of two losses that count as the same; of 16-bit ones; of two factors. Rounding, with room.
+SAME_LOSS, SAME_LOSS_16_BIT, SAME_FACTOR = 1e-3, 2e-2, 0.03
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+#: Fewest samples for a decision; fewest steps of growth for an alarm, where memory is not full soon: memory that a
+#: collector frees every hundred steps grows in between; steps until memory is full beyond which nobody acts. Taste.
+SAMPLES, STEPS_OF_A_LEAK, FAR_AWAY = 30, 250, 1_000_000
+#: Total growth that counts as none [bytes], and as a share of the level: the resident set of a healthy process creeps
+#: by a few MiB over its first thousand steps. Steps over which a plateau grows by nothing. Measured on torch 2.13.
+NO_GROWTH, NO_GROWTH_SHARE, PLATEAU_STEPS = 16 * 2.0**20, 0.002, 1000
+#: Of the interval of a slope; share of the blocks that lie above the one before: of noise, half of them do. Audit.
+CONFIDENCE, RISING = 0.999, 0.4
+#: The later half's pace over the earlier's below which growth comes to rest: the rest of a geometric series is less
+#: than twenty times the growth of the later half.
+SLOWING = 0.95
+#: Steps up that are a leak, and the share of the growth that the later half has. Audit: stairs that end.
+RISES, LATER_HALF = 3, 0.4
+
+# ---- the gradient norm over time (gradient_norm) ---------------------------------------------------------------------
+
+#: Norms that define a usual one; fewest before one that is a spike, and of which some are not finite. Taste.
+WINDOW, FEWEST_NORMS = 100, 30
+#: Least distance of a spike from the usual, in deviations of the noise, and as a ratio. At 9, log norms that follow
+#: Student's distribution of 5 degrees gave 5 spikes in 60,000 simulated steps, normal ones none.
+UNUSUAL_NORM, SPIKE = 9.0, 3.0
+#: Share of the usual items below which a step is short, and its norm is no spike; share of norms that are not finite
+#: beyond which a loss scaler is not why. Taste.
+SHORT_STEP, NOT_FINITE = 0.5, 0.05
+#: Steps in a block of the drift, blocks kept, fewest that show one; ratios that count, and the share of blocks that lie
+#: above the one before as a norm grows steadily. Taste.
+DRIFT_BLOCK, DRIFT_BLOCKS, FEWEST_BLOCKS = 100, 500, 5
+GROWN, VANISHED, GROWS_STEADILY = 30.0, 1e4, 0.8
+#: Clipped steps in a row that are always; ratio of norm to max_norm that is far. Taste.
+ALWAYS, FAR_CLIPPED = 1000, 5.0

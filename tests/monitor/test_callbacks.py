@@ -191,7 +191,7 @@ def test_what_is_called_at_every_step_never_looks_at_a_number() -> None:
     for _ in range(3):
         meter.update(loss, items)
         meter.update(loss, 5)
-        meter.update_sum(loss, items)
+        meter.update(loss, items, summed=True)
         norms.update(norm)
         gradients.add(torch.zeros(4, device="meta"))
         gradients.end_of_step()

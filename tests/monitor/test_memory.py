@@ -9,8 +9,7 @@ import numpy
 import pytest
 import torch
 
-from hf_accum_fix.monitor.memory import MemoryMonitor, MemoryReading, RankMemory
-from hf_accum_fix.monitor.memory_trend import MIB, Trend, TrendKind, trend
+from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, RankMemory, Trend, TrendKind, trend
 
 KIB = 1024.0
 
@@ -54,7 +53,7 @@ NOISES = {
 
 def monitored(
     sizes: numpy.ndarray, every: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[MemoryMonitor, list[MemoryReading], list[str]]:
+) -> tuple[MemoryMonitor, list[tuple[RankMemory, ...]], list[str]]:
     """A monitor that was shown these sizes step by step, its readings and its alarms."""
     monitor = MemoryMonitor(device=torch.device("cpu"), capacity=80 * 2.0**30)
     now = {"place": 0}
@@ -76,7 +75,7 @@ def test_a_long_healthy_run_alarms_at_most_once_in_a_thousand_logs(noise: str, m
     sizes = warmed_up(10_000) + NOISES[noise](draw, 10_000)
     _, readings, alarms = monitored(sizes, 50, monkeypatch)
     assert len(alarms) == 0, alarms[:1]
-    kinds = [reading.ranks[0].trend.kind for reading in readings]
+    kinds = [reading[0].trend.kind for reading in readings]
     assert TrendKind.PLATEAU in kinds
     assert kinds.count(TrendKind.GROWS) <= 0.05 * len(kinds)
 
@@ -87,7 +86,7 @@ def test_a_leak_of_a_few_hundred_kib_a_step_is_found(leak: float, noise: str, mo
     draw = numpy.random.default_rng(3)
     sizes = warmed_up(600) + NOISES[noise](draw, 600) + leak * numpy.arange(600)
     _, readings, alarms = monitored(sizes, 10, monkeypatch)
-    its = readings[-1].ranks[0]
+    its = readings[-1][0]
     assert its.trend.kind is TrendKind.GROWS
     assert its.trend.low <= leak * 1.02 and its.trend.high >= leak * 0.98
     assert its.trend.slope == pytest.approx(leak, rel=0.25)
@@ -115,7 +114,7 @@ def test_samples_are_thinned_and_the_decision_stays(monkeypatch: pytest.MonkeyPa
     sizes = warmed_up(10_000) + 300 * KIB * numpy.arange(10_000)
     monitor, readings, _ = monitored(sizes, 5_000, monkeypatch)
     assert len(monitor._sizes) + len(monitor._before) <= 2048
-    assert readings[-1].ranks[0].trend.slope == pytest.approx(300 * KIB)
+    assert readings[-1][0].trend.slope == pytest.approx(300 * KIB)
 
 
 def held(size: int) -> mmap.mmap:
@@ -135,7 +134,7 @@ def test_the_resident_set_of_this_process(leak: int) -> None:
             kept.append(held(leak))
         monitor.sample()
     reading = monitor.read()
-    its = reading.ranks[0]
+    its = reading[0]
     assert its.used > 8 * MIB and its.peak >= its.used and its.capacity > its.used
     alarm = monitor.judge(reading)
     if leak:
@@ -152,7 +151,7 @@ def test_the_rank_that_is_full_first_is_named() -> None:
     slow = Trend(TrendKind.GROWS, 300, 10, MIB, 0.1 * MIB, 0.05 * MIB, 0.2 * MIB)
     flat = Trend(TrendKind.PLATEAU, 300, 10, MIB, 0.0, 0.0, 0.0)
     ranks = tuple(RankMemory(2 * MIB, 0, 0, 100 * MIB, its) for its in (flat, slow, grows, slow))
-    alarm = MemoryMonitor(device=torch.device("cpu")).judge(MemoryReading(ranks))
+    alarm = MemoryMonitor(device=torch.device("cpu")).judge(ranks)
     assert alarm is not None and alarm.kind == "memory-grows-2" and "98 steps until" in alarm.message
     assert math.isinf(ranks[0].steps_until_full)
 
@@ -167,6 +166,6 @@ def test_cuda_memory_is_read_from_one_query(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     monitor = MemoryMonitor(device=torch.device("cuda", 0), capacity=100)
     monitor.sample()
-    its = monitor.read().ranks[0]
+    its = monitor.read()[0]
     assert (its.used, its.reserved, its.peak, its.capacity) == (5, 7, 9, 100)
     assert asked == [torch.device("cuda", 0)] * 2

@@ -181,7 +181,7 @@ def test_a_nan_reaches_the_log_where_the_trainer_logs_zero(tmp_path: Path, caplo
 def test_a_loss_of_one_element_is_one_number() -> None:
     meter = LossMeter()
     meter.update(torch.tensor([2.0]), torch.tensor([3]))
-    meter.update_sum(torch.tensor([[8.0]]), 1)
+    meter.update(torch.tensor([[8.0]]), 1, summed=True)
     assert meter.read().mean == pytest.approx((6 + 8) / 4)
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.memory import MemoryMonitor
-from hf_accum_fix.monitor.memory_trend import TrendKind
+from hf_accum_fix.monitor.memory import MemoryMonitor, TrendKind
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.ranks import Ranks, alike
 from hf_accum_fix.monitor.replicas import Replicas
@@ -140,7 +139,7 @@ class MemoryCallback(MonitorCallback):
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """As in `MemoryMonitor`; a decision that has changed is logged in words."""
-        ranks = readings[self._memory].ranks
+        ranks = readings[self._memory]
         kinds = [its.trend.kind for its in ranks]
         if kinds != self._reported and self.ranks.rank == 0:
             self._reported = kinds

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.alarms import Alarm, Alarms
-from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.alarms import Alarm, Alarms, Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, on_every_rank, read_together
 from hf_accum_fix.monitor.series import PREFIX
 

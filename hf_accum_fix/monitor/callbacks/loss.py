@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.gathered import Gathered
-from hf_accum_fix.monitor.loss import LossMeter
-from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
+from hf_accum_fix.monitor.loss import LossCheck, LossMeter, Verdict
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks
@@ -99,7 +97,7 @@ class LossCallback(MonitorCallback):
         self.say(self._judge.judge(reading))
         for trend in self._trends:
             self.say(trend.judge(reading, _number(logs.get("learning_rate")), _number(self.trainer.state.epoch)))
-        self.say(self._first.judge(reading, verdict.guess))
+        self.say(self._first.add(reading.mean, verdict.guess))
         self._last = reading.mean
         found = self._batch(reading.total.items)
         found |= {**self._of_head.logged(reading), "loss_of_a_guess": verdict.guess}
@@ -149,7 +147,7 @@ def take_trained(meter: LossMeter, loss: Tensor, counted: Tensor | int, items: A
     if items is None:
         meter.update(loss, counted)
     else:
-        meter.update_sum(loss.detach() * items, counted)
+        meter.update(loss.detach() * items, counted, summed=True)
 
 
 def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:
