@@ -102,3 +102,14 @@ DRIFT_BLOCK, DRIFT_BLOCKS, FEWEST_BLOCKS = 100, 500, 5
 GROWN, VANISHED, GROWS_STEADILY = 30.0, 1e4, 0.8
 #: Clipped steps in a row that are always; ratio of norm to max_norm that is far. Taste.
 ALWAYS, FAR_CLIPPED = 1000, 5.0
+
+# ---- BatchNorm, and samples of other ranks ---------------------------------------------------------------------------
+
+#: Samples below which batch statistics cost accuracy. Source: Wu and He 2018, "Group Normalization", figure 1.
+SMALL_BATCH = 16
+#: Forwards after which running statistics are settled; standard deviations, or ratio of variances less one, by which
+#: batches of the same data do not differ, however small. Measured by tests/monitor/test_batch_norm.py.
+SETTLED_FORWARDS, UNEVEN = 50, 3.0
+#: Hashes kept of a rank's samples; fewest for a judgement; share of them that two ranks must not have in common;
+#: readings in a row; share of its own samples that a rank sees twice in an epoch shorter than two readings. Taste.
+HASHES, FEWEST_HASHES, SHARED, SHARED_IN_A_ROW, REPEATS = 64, 16, 0.5, 2, 0.05
