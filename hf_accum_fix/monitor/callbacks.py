@@ -25,13 +25,12 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms, Gathered, OnAlarm
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
-from hf_accum_fix.monitor.loss import LossCheck, LossMeter, Verdict
-from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
-from hf_accum_fix.monitor.memory import MemoryMonitor, TrendKind
+from hf_accum_fix.monitor.loss import LossCheck, LossMeter, LossReading, Verdict
+from hf_accum_fix.monitor.memory import MemoryMonitor
+from hf_accum_fix.monitor.monitor import LossJudges
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
-from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, alike, on_every_rank, read_together
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.series import PREFIX
@@ -43,7 +42,6 @@ Readings = Mapping[Gathered[Any], Any]
 """The reading of each monitor, from the rows of all ranks."""
 #: Attribute of a Trainer that holds its `_Parts` while it trains.
 _PARTS = "_hf_accum_fix_monitors"
-_ABSENT = object()
 
 
 class MonitorCallback(TrainerCallback):
@@ -57,19 +55,20 @@ class MonitorCallback(TrainerCallback):
     #: How its alarms' names begin, in the log ``..._alarms``; others are logged under their own names.
     alarms_group = ""
     #: What is read over the ranks; None: nothing.
-    monitor: Gathered[Any] | None = None
+    monitor: Any = None
+    _model: Any = None
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
-        self.trainer = trainer
-        self.ranks = ranks or TorchRanks()
+        self.trainer, self.ranks = trainer, ranks or TorchRanks()
         self.alarms = Alarms(self.ranks)
 
-    def watch(self, model: Any) -> None:
-        """Begin to watch the wrapped model: it exists when training begins.
+    def made(self, model: Any) -> Any:
+        """The monitor of the wrapped model, which exists when training begins.
 
         Raises:
             UnsupportedSetupError: if it cannot be watched.
         """
+        return self.monitor
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
         """A micro-batch was trained: its share of the Trainer's loss; the number that its step got, None: none."""
@@ -86,15 +85,20 @@ class MonitorCallback(TrainerCallback):
         if self.monitor is None:
             return {}
         self.say(self.monitor.judge(readings[self.monitor]))
-        return self.monitor.logged(readings[self.monitor])
+        found: dict[str, float] = self.monitor.logged(readings[self.monitor])
+        return found
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Take part in the Trainer's logs, and watch its model; log where it cannot be watched."""
         parts: _Parts = vars(self.trainer).setdefault(_PARTS, _Parts(self.trainer))
         parts.join(self)
+        model = self.trainer.model_wrapped
+        if self._model is model:
+            return
         try:
-            self.watch(self.trainer.model_wrapped)
+            self._model, self.monitor = model, self.made(model)
         except UnsupportedSetupError as error:
+            self.monitor = None
             self.not_watched(error)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -114,12 +118,12 @@ class MonitorCallback(TrainerCallback):
 
 
 class _Parts:
-    """The callbacks of one trainer: told what it does, and read by one sum over the ranks a log."""
+    """The callbacks of one trainer: they hear what it does, and are read by one sum over the ranks a log."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._parts: list[MonitorCallback] = []
-        self._groups: list[tuple[Ranks, list[MonitorCallback]]] | None = None
+        self._watched: list[MonitorCallback] | None = None
         # Of each method that we stand before: its object, what that held itself, and ours.
         self._heard: dict[str, tuple[Any, Any, Callable[..., Any]]] = {}
 
@@ -127,7 +131,7 @@ class _Parts:
         # A run that ended by an exception has not left.
         if part not in self._parts:
             self._parts.append(part)
-        self._groups = None
+        self._watched = None
         self._hear(self._trainer, "log", self._log, before=True)
         self._hear(self._trainer, "training_step", self._micro_batch)
         self._hear(self._trainer.accelerator, "clip_grad_norm_", self._clipped)
@@ -138,12 +142,9 @@ class _Parts:
         if self._parts:
             return False
         for name, (owner, standing, ours) in self._heard.items():
-            if vars(owner).get(name) is not ours:
-                continue
-            if standing is _ABSENT:
+            if vars(owner).get(name) is ours:
                 delattr(owner, name)
-            else:
-                setattr(owner, name, standing)
+                vars(owner).update({name: standing} if standing is not None else {})
         return True
 
     def _hear(self, owner: Any, name: str, heard_of: Callable[..., None], *, before: bool = False) -> None:
@@ -161,7 +162,7 @@ class _Parts:
                 heard_of(result, *args, **kwargs)
             return result
 
-        self._heard[name] = owner, vars(owner).get(name, _ABSENT), heard
+        self._heard[name] = owner, vars(owner).get(name), heard
         setattr(owner, name, heard)
 
     def _micro_batch(
@@ -177,39 +178,32 @@ class _Parts:
     def _log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" not in logs:
             return
-        if self._groups is None:
-            each = dict.fromkeys(part.ranks for part in self._parts)
-            self._groups = [_watched(ranks, [its for its in self._parts if its.ranks == ranks]) for ranks in each]
-        readings: dict[Gathered[Any], Any] = {}
-        for ranks, parts in self._groups:
-            readings |= read_together(ranks, [monitor for part in parts for monitor in part.gathered()])
+        if self._watched is None:
+            self._watched = self._agreed()
+        ranks = self._parts[0].ranks
+        readings = read_together(ranks, [monitor for part in self._watched for monitor in part.gathered()])
         for part in self._parts:
-            found = part.measured(logs, readings) if readings.keys() >= set(part.gathered()) else {}
+            found = part.measured(logs, readings) if readings.keys() >= {*part.gathered()} else {}
             if part.alarms_group:
                 found |= part.alarms.counters(part.alarms_group)
             # nan is a number that does not exist yet; a loss that is nan was measured.
             its = {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
             logs.update((PREFIX + name, value) for name, value in its.items())
 
-
-def _watched(ranks: Ranks, parts: Sequence[MonitorCallback]) -> tuple[Ranks, list[MonitorCallback]]:
-    """The parts that every rank can watch: rows of other lengths must not be added up. One collective a training."""
-    if ranks.size == 1:
-        return ranks, list(parts)
-    names = [f"{type(part).__name__} {place}" for place, part in enumerate(parts)]
-    mine = [name for name, part in zip(names, parts, strict=True) if part.gathered()]
-    every = on_every_rank(ranks, mine)
-    for name, part in zip(names, parts, strict=True):
-        if name in mine and name not in every:
-            part.not_watched(UnsupportedSetupError("got a setup in which other ranks cannot; expected ranks alike"))
-    return ranks, [part for name, part in zip(names, parts, strict=True) if name in every]
+    def _agreed(self) -> list[MonitorCallback]:
+        """The parts that every rank can watch: rows of other lengths must not be added up. One collective."""
+        ranks, parts = self._parts[0].ranks, {f"{type(its).__name__} {at}": its for at, its in enumerate(self._parts)}
+        mine = [name for name, part in parts.items() if part.gathered()]
+        every = {*mine} if ranks.size == 1 else on_every_rank(ranks, mine)
+        for name in mine:
+            if name not in every:
+                error = UnsupportedSetupError("got a setup in which other ranks cannot; expected ranks alike")
+                parts[name].not_watched(error)
+        return [part for name, part in parts.items() if name in every]
 
 
 class LossCallback(MonitorCallback):
-    """`LossMeter`, and all that is judged by the loss.
-
-    `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss` and `AccuracyTrend` (of the first metric of an
-    evaluation that is named so).
+    """`LossMeter`, and all that is judged by the loss (`LossJudges`); the accuracy is an evaluation's first.
 
     ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
     steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
@@ -231,16 +225,13 @@ class LossCallback(MonitorCallback):
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self._judge = RankLoss()
-        self._trends = (LossTrend(), LossOscillation(), LossStall())
-        self._first, self._accuracy = FirstLoss(), AccuracyTrend()
-        self._last, self._logged_at = math.nan, 0
+        self._judges, self._last, self._logged_at = LossJudges(), math.nan, 0
         self._of_head, self._of_trainer = LossMeter(self.ranks), LossMeter(self.ranks)
-        self._check = LossCheck()
-        self._steps, self._repeats, self._hook = 1, False, None
+        self._check, self._steps, self._repeats, self._hook = LossCheck(), 1, False, None
 
-    def watch(self, model: Any) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Listen to the model."""
+        super().on_train_begin()
         self._logged_at = self.trainer.state.global_step
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
@@ -268,7 +259,7 @@ class LossCallback(MonitorCallback):
         metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
         names = sorted(name for name in metrics if name.endswith(("accuracy", "_acc")))
         if names:
-            self.say(self._accuracy.judge(self._last, _number(metrics[names[0]])))
+            self.say(self._judges.accuracy.judge(self._last, _number(metrics[names[0]])))
 
     def gathered(self) -> Sequence[Gathered[Any]]:
         """The check, and the loss as it would have the head's and the Trainer's."""
@@ -277,26 +268,20 @@ class LossCallback(MonitorCallback):
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """Mean loss with its error, spread over the ranks, and the most unusual rank."""
         verdict: Verdict = readings[self._check]
-        reading = readings[self._of_head if verdict.is_mean else self._of_trainer]
+        reading: LossReading = readings[self._of_head if verdict.is_mean else self._of_trainer]
         if not verdict.is_mean:
             reading = reading.times((reading.total.items / verdict.handed if verdict.handed else 1.0) / verdict.factor)
         self._say_scale(verdict, reading.mean)
-        self.say(self._judge.judge(reading))
-        for trend in self._trends:
-            self.say(trend.judge(reading, _number(logs.get("learning_rate")), _number(self.trainer.state.epoch)))
-        self.say(self._first.add(reading.mean, verdict.guess))
+        rate, epoch = _number(logs.get("learning_rate")), _number(self.trainer.state.epoch)
+        for alarm in self._judges.judge(reading, rate, epoch, verdict.guess):
+            self.say(alarm)
         self._last = reading.mean
-        found = {**self._of_head.logged(reading), "loss_of_a_guess": verdict.guess}
+        found = {**self._of_head.logged(reading), **self._judges.logged(), "loss_of_a_guess": verdict.guess}
         steps = self.trainer.state.global_step - self._logged_at
         self._logged_at += steps
         if steps > 0:
             found |= {"items_per_step": reading.total.items / steps, "ranks": float(self.ranks.size)}
-        if not verdict.is_known:
-            found["loss_repeats_the_trainers"] = 1.0
-        if self._judge.worst is not None:
-            found["rank_loss_worst_rank"] = self._judge.worst.rank
-            found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
-        return found
+        return found if verdict.is_known else {**found, "loss_repeats_the_trainers": 1.0}
 
     def _say_scale(self, verdict: Verdict, mean: float) -> None:
         if not verdict.is_known and not self._repeats:
@@ -345,19 +330,15 @@ class GradientNormCallback(MonitorCallback):
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self.monitor = self._norms = GradientNorm()
-        self._clips = 0
+        self.monitor, self._clips = GradientNorm(trainer.args.max_grad_norm or None), 0
         self._items: Tensor | int = 0
-
-    def watch(self, model: Any) -> None:
-        self._norms.max_norm = self.trainer.args.max_grad_norm or None
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """As in `GradientNorm`; where no clipping was seen, of the norm that the Trainer logs."""
         clips, self._clips = self._clips, 0
         if clips == 0 and isinstance(logs.get("grad_norm"), (int, float)):
-            self._norms.update(logs["grad_norm"])
-        return super().measured(logs, readings if clips else {self._norms: self._norms.read()})
+            self.monitor.update(logs["grad_norm"])
+        return super().measured(logs, readings if clips else {self.monitor: self.monitor.read()})
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
         self._items = self._items + labels_counted(inputs)
@@ -366,7 +347,7 @@ class GradientNormCallback(MonitorCallback):
         """Take the norm; where there is none, the logged one counts instead."""
         if norm is not None:
             self._clips += 1
-            self._norms.update(norm, self._items)
+            self.monitor.update(norm, self._items)
         self._items = 0
 
 
@@ -374,14 +355,13 @@ class RankGradientsCallback(MonitorCallback):
     """`RankGradients`: the gradient norm of each rank before DDP averages it. Nothing on one process."""
 
     alarms_group = "rank_gradient"
-    monitor: RankGradients | None = None
-    _model: Any = None
 
-    def watch(self, model: Any) -> None:
-        if self.ranks.size > 1 and self._model is not model:
-            self._model, self.monitor, gradients = model, None, RankGradients(self.ranks)
-            gradients.attach(model)
-            self.monitor = gradients
+    def made(self, model: Any) -> RankGradients | None:
+        if self.ranks.size == 1:
+            return None
+        gradients = RankGradients(self.ranks)
+        gradients.attach(model)
+        return gradients
 
 
 class NoiseScaleCallback(MonitorCallback):
@@ -406,36 +386,28 @@ class NoiseScaleCallback(MonitorCallback):
     ) -> None:
         super().__init__(trainer, ranks)
         self._every, self._items, self._dealt = every, items or labels_counted, dealt
-        self.monitor: NoiseScale | None = None
         self._norm: Any = None
-        self._ended = False
 
-    def watch(self, model: Any) -> None:
+    def made(self, model: Any) -> NoiseScale:
         args = self.trainer.args
         sampling = getattr(args, "train_sampling_strategy", "")
         by_length = getattr(args, "group_by_length", False) or sampling == "group_by_length"
         if args.fp16:
             raise UnsupportedSetupError("got a loss that is scaled (fp16); expected bfloat16 or float32")
-        self.monitor = NoiseScale(model, self._every, self.ranks, dealt=self._dealt or by_length)
+        if not hasattr(TrainerCallback, "on_pre_optimizer_step"):
+            raise UnsupportedSetupError("got a release that does not announce the optimizer's step; expected newer")
+        return NoiseScale(model, self._every, self.ranks, dealt=self._dealt or by_length)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         if self.monitor is not None:
             self.monitor.step(self._norm)
-            self._norm, self._ended = None, True
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """The same in releases that do not announce the optimizer's step: only clipping has shown the norm there."""
-        if self.monitor is not None and not self._ended:
-            if self._norm is None:
-                self.not_watched(UnsupportedSetupError("got no gradient norm; expected max_grad_norm above 0"))
-                self._close()
-            else:
-                self.monitor.step(self._norm)
-        self._norm, self._ended = None, False
+        self._norm = None
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         super().on_train_end()
-        self._close()
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = self._model = None
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
         if self.monitor is not None:
@@ -443,11 +415,6 @@ class NoiseScaleCallback(MonitorCallback):
 
     def clipped(self, norm: Tensor | float | None) -> None:
         self._norm = norm
-
-    def _close(self) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
-            self.monitor = None
 
 
 class ReplicasCallback(MonitorCallback):
@@ -466,13 +433,13 @@ class ReplicasCallback(MonitorCallback):
         self._replicas: Replicas | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Collect the tensors to compare; log that a sharded model has none."""
-        self._replicas = None
+        """Collect the tensors to compare; what one rank cannot compare nobody waits for."""
+        self._model = self._replicas = None
         super().on_train_begin()
         if self.ranks.size > 1 and not alike(self.ranks, self._replicas is None):
-            self._replicas = None  # What one rank cannot compare nobody waits for.
+            self._replicas = None
 
-    def watch(self, model: Any) -> None:
+    def made(self, model: Any) -> None:
         if self.ranks.size > 1:
             self._replicas = Replicas(model, self.trainer.optimizer, self.ranks, self._every)
 
@@ -485,10 +452,7 @@ class BatchNormCallback(MonitorCallback):
     """`check_batch_norm` after the first step, and the running statistics over the ranks at the end."""
 
     alarms_group = "batch_norm"
-
-    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
-        super().__init__(trainer, ranks)
-        self._checked = False
+    _checked = False
 
     def on_step_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
         """Look at the layers once, as training has left them."""
@@ -515,12 +479,9 @@ class PaceCallback(MonitorCallback):
     """`Pace`: the rank that keeps the others waiting. Nothing on one process."""
 
     alarms_group = "rank_lags"
-    monitor: Pace | None = None
-    _model: Any = None
 
-    def watch(self, model: Any) -> None:
-        if self.ranks.size > 1 and self._model is not model:
-            self._model, self.monitor = model, Pace(model, self.ranks)
+    def made(self, model: Any) -> Pace | None:
+        return Pace(model, self.ranks) if self.ranks.size > 1 else None
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.monitor is not None:
@@ -546,13 +507,21 @@ class SharedSamplesCallback(MonitorCallback):
         samples: Callable[[Mapping[str, Any]], Tensor | None] | None = None,
     ) -> None:
         super().__init__(trainer, ranks)
-        self._samples, self._samples_of = SharedSamples(self.ranks), samples or samples_of
-        self.monitor = self._samples if self.ranks.size > 1 else None
+        self._samples_of = samples or samples_of
+        self.monitor = SharedSamples(self.ranks) if self.ranks.size > 1 else None
 
     def micro_batch(self, loss: Tensor, inputs: Mapping[str, Any], items: Any) -> None:
         samples = self._samples_of(inputs) if self.monitor is not None else None
         if samples is not None:
-            self._samples.update(samples)
+            self.monitor.update(samples)
+
+
+def samples_of(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Rows of ``input_ids``, zero where the mask is, else of the first tensor; None without one."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
+        ids = ids * (mask != 0)
+    return next((its for its in (ids, *inputs.values()) if isinstance(its, Tensor) and its.ndim), None)
 
 
 class MemoryCallback(MonitorCallback):
@@ -562,29 +531,10 @@ class MemoryCallback(MonitorCallback):
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self.monitor = self._memory = MemoryMonitor(ranks=self.ranks)
-        self._reported: list[TrendKind] = []
+        self.monitor = MemoryMonitor(ranks=self.ranks)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._memory.sample()
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """As in `MemoryMonitor`; a decision that has changed is logged in words."""
-        ranks = readings[self._memory]
-        kinds = [its.trend.kind for its in ranks]
-        if kinds != self._reported and self.ranks.rank == 0:
-            self._reported = kinds
-            words = "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(ranks))
-            logger.info("step %d: memory of %s", self.trainer.state.global_step, words)
-        return super().measured(logs, readings)
-
-
-def samples_of(inputs: Mapping[str, Any]) -> Tensor | None:
-    """Rows of ``input_ids``, zero where the mask is, else of the first tensor; None without one."""
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
-        ids = ids * (mask != 0)
-    return next((its for its in (ids, *inputs.values()) if isinstance(its, Tensor) and its.ndim), None)
+        self.monitor.sample()
 
 
 class MonitorsCallback(MonitorCallback):

@@ -98,17 +98,20 @@ class NoiseScale(Gathered[NoiseScaleReading]):
     ) -> None:
         self._ranks = ranks or TorchRanks()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        several = self._ranks.size > 1 and not isinstance(model, DistributedDataParallel)
-        got = f"{type(model).__name__} on {self._ranks.size} ranks"
-        refused = (
-            (dealt, "length-balanced windows", "micro-batches that are a random sample of their window"),
-            (several, got, "DistributedDataParallel: other engines show no gradient of a whole micro-batch"),
-            (any(map(is_sharded, self._parameters)), "sharded parameters", "whole ones on every rank"),
-            (len({its.device for its in self._parameters}) > 1, "parameters on several devices", "one for each rank"),
-        )
-        for is_so, got, expected in refused:
-            if is_so:
-                raise UnsupportedSetupError(f"got {got}; expected {expected}; leave the noise scale out")
+        if dealt:
+            raise UnsupportedSetupError(
+                "got length-balanced windows; expected micro-batches that are a random sample of their window; measure "
+                "the noise scale in a run without balance_windows"
+            )
+        if self._ranks.size > 1 and not isinstance(model, DistributedDataParallel):
+            raise UnsupportedSetupError(
+                f"got {type(model).__name__} on {self._ranks.size} ranks; expected DistributedDataParallel: other "
+                "engines show no gradient of a whole micro-batch"
+            )
+        if any(map(is_sharded, self._parameters)):
+            raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
+        if len({its.device for its in self._parameters}) > 1:
+            raise UnsupportedSetupError("got parameters on several devices; expected one device for each rank")
         self._every, self._window, self._windows = every, 0, windows
         self._nodes, self._hooks = list[Node](), list[RemovableHandle]()
         self._squares: list[Tensor] = []

@@ -37,16 +37,17 @@ class RankLoss:
 
     Args:
         micro_batches: a rank's least number of micro-batches in a judgement.
-
-    Attributes:
-        worst: the most unusual rank of the last judgement; None before the first.
     """
 
     def __init__(self, micro_batches: int = FEWEST_MICRO_BATCHES) -> None:
         self._shifts, self._micro_batches = Shifts(), micro_batches
         self._carried: tuple[Moments, ...] = ()
         self._same, self._first = 0, 0.0
-        self.worst: Deviation | None = None
+
+    @property
+    def worst(self) -> Deviation | None:
+        """The most unusual rank of the last judgement; None before the first."""
+        return self._shifts.worst
 
     def judge(self, reading: LossReading) -> Alarm | None:
         """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
@@ -95,7 +96,6 @@ class RankLoss:
         tolerance = max(LOSS_TOLERANCE, LOSS_TOLERANCE_OF_FIRST * (self._first / mean) ** 2)
         found = deviations(moments, measured, tolerance * mean)
         named = self._shifts.add(found) if found else None
-        self.worst = self._shifts.worst
         if named is None:
             return None
         its = moments[named.rank]

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hf_accum_fix.monitor.series import GUESS, STEP_KEYS, Columns, LogsError, Run, Series, printable
-from hf_accum_fix.monitor.text_logs import ConsoleLines, CsvLines, JsonLines, Lines, Row
 
+Row = Mapping[str, Any]
+_NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN))"
+#: Colours of a terminal.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+#: torchtitan's "step: 5  loss: 2.1", nanoGPT's "iter 5: loss 2.1".
+_STEP = re.compile(rf"\b(?:step:\s*(?=\d+\s+loss:)|iter (?=\d+: loss))(\d+):?\s+loss:?\s*{_NUMBER}")
+_TIMM = re.compile(rf"\bTrain: (\d+) \[\s*(\d+)/(\d+) .*?Loss:\s*{_NUMBER}")
+_MEGATRON = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|.*loss")
+_TRAINER = re.compile(r"\{'(?:loss|eval_loss)': [^{}]*\}")
+#: Other numbers, if they are printed: of torchtitan, and of timm.
+_BESIDE = {
+    "grad_norm": re.compile(rf"\bgrad_norm:\s*{_NUMBER}"),
+    "memory_gib": re.compile(rf"\bmemory:\s*{_NUMBER}GiB"),
+    "learning_rate": re.compile(rf"\bLR:\s*{_NUMBER}"),
+}
+#: What may stand between the cells of a table; most lines of a cell with line breaks.
+_DELIMITERS, _LINES_OF_A_CELL = ",;\t", 100
 #: The file, how many of its bytes have been read, and how many it has.
 Progress = Callable[[Path, int, int], None]
 
-#: Files of lines, by their ending; all others are a trainer_state.json.
-_LINES: Mapping[str, type[Lines]] = {
-    ".jsonl": JsonLines, ".csv": CsvLines, ".tsv": CsvLines,
-    ".log": ConsoleLines, ".txt": ConsoleLines, ".out": ConsoleLines,
-}  # fmt: skip
 _KINDS = ("*.jsonl", "*.csv", "*.tsv", "*.log", "*.txt")
-#: A column of a chart that W&B exports: run, metric, and which of the three columns it has.
-_CHART = re.compile(r"(.+) - (.+?)(__MIN|__MAX)?")
 #: Whole columns in a line of a sweep's results (recipes/llava_sweep.py), and their names here.
 _WHOLE_COLUMNS = {"losses": "loss", "grad_norms": "grad_norm"}
 #: Bytes read at once; most bytes of a config.json.
@@ -31,6 +41,111 @@ _CHUNK, _LARGEST_CONFIG = 1 << 20, 1 << 20
 #: Of each file what changes where it is written: inode, size, time.
 _State = list[tuple[int, int, int]]
 _NO_FILE = "is no regular file; expected"
+
+
+class Lines(Protocol):
+    """The rows of a log's lines, one after another."""
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """The rows that this line completes; an empty one where it could not be read."""
+
+
+class JsonLines:
+    """An object a line."""
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """Its object."""
+        if not line.strip():
+            return
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = {}
+        yield row if isinstance(row, dict) else {}
+
+
+class CsvLines:
+    """A table with a header; its cells are separated by commas, semicolons or tabs."""
+
+    def __init__(self) -> None:
+        self._header: list[str] = []
+        self._delimiter = ","
+        self._begun: list[str] = []
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """Its cells as numbers, None where one is empty or no number; nothing for the header."""
+        if not self._begun and not line.strip():
+            return
+        if not self._header:
+            # Quoted names may hold any of them.
+            bare = re.sub(r'"[^"]*"', "", line)
+            self._delimiter = max(_DELIMITERS, key=bare.count)
+        self._begun.append(line)
+        text = "\n".join(self._begun)
+        if text.count('"') % 2 and len(self._begun) < _LINES_OF_A_CELL:
+            return
+        self._begun = []
+        try:
+            cells = next(csv.reader(text.splitlines(True), delimiter=self._delimiter, skipinitialspace=True), [])
+        except csv.Error:
+            yield {}
+            return
+        if not self._header:
+            self._header = [cell.strip() for cell in cells]
+            return
+        row = dict(self._numbers([(key, cell.strip()) for key, cell in zip(self._header, cells, strict=False)]))
+        yield row if any(value is not None for value in row.values()) else {}
+
+    def _numbers(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, float | None]]:
+        """The cells as numbers; None where one is empty or no number, but for a step, which may have another name."""
+        for key, cell in pairs:
+            # Where semicolons separate, a comma is the decimal point.
+            decimal = self._delimiter == ";" and "." not in cell
+            number = _value(cell.replace(",", ".") if decimal else cell)
+            if number is not None or key not in STEP_KEYS:
+                yield key, number
+
+
+class ConsoleLines:
+    """A row for every line that the Trainer, torchtitan, timm, nanoGPT or Megatron prints of its training."""
+
+    def rows(self, line: str) -> Iterator[Row]:
+        """What it says of a loss, and beside it."""
+        if "oss" in line:  # Most lines of a console are none of a loss.
+            yield from _rows_of_line(_COLOUR.sub("", line))
+
+
+def _rows_of_line(line: str) -> Iterator[Row]:
+    for found in _TRAINER.findall(line):
+        pairs = re.findall(rf"'([\w/]+)': '?{_NUMBER}'?", found)
+        yield _numbers([(key, value) for key, value in pairs if key != "epoch"])
+    if match := _MEGATRON.search(line):
+        yield {"step": float(match[1]), **_numbers(re.findall(rf"\| ([a-z][\w ()]*?):\s*{_NUMBER} (?=\|)", line))}
+        return
+    pairs = [(key, match[1]) for key, pattern in _BESIDE.items() if (match := pattern.search(line))]
+    if match := _STEP.search(line):
+        yield _numbers([("step", match[1]), ("loss", match[2]), *pairs])
+    elif match := _TIMM.search(line):
+        step = int(match[1]) * int(match[3]) + int(match[2])
+        yield _numbers([("step", str(step)), ("loss", match[4]), *pairs])
+
+
+def _numbers(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    return {key: value for key, text in pairs if (value := _value(text)) is not None}
+
+
+def _value(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+#: Files of lines, by their ending; all others are a trainer_state.json.
+_LINES: Mapping[str, type[Lines]] = {
+    ".jsonl": JsonLines, ".csv": CsvLines, ".tsv": CsvLines,
+    ".log": ConsoleLines, ".txt": ConsoleLines, ".out": ConsoleLines,
+}  # fmt: skip
 
 
 def read_runs(path: Path, unread: list[str] | None = None) -> list[Run]:
@@ -97,7 +212,7 @@ class Logs:
             raise LogsError(
                 f"no loss was found in {path} (columns found: {columns}); expected a trainer_state.json (here or in "
                 "checkpoint-*), a .jsonl or .csv file with `step` and `loss`, TensorBoard event files, what a trainer "
-                "printed (.log, .txt), or W&B's exported history or chart; rename the column to `loss`"
+                "printed (.log, .txt), or W&B's exported history; rename the column to `loss`"
             )
         if unread is not None:
             unread += map(str, broken)
@@ -164,12 +279,11 @@ def _all(read: Callable[[Path], list[Run]], places: Sequence[Path], broken: list
 
 
 class _Lines:
-    """The runs in a file of lines: one, one a line of a sweep, or those of a chart that W&B exported."""
+    """The runs in a file of lines: one, or one a line of a sweep."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lines = path, _LINES[path.suffix]()
-        self._columns, self._charts = Columns(), dict[str, Columns]()
-        self._sweep: list[Run] = []
+        self._columns, self._sweep = Columns(), list[Run]()
 
     def read(self, progress: Progress, settled: bool) -> bool:
         """Whether all lines have an end; a last one without is taken where it is settled and can be read."""
@@ -191,31 +305,20 @@ class _Lines:
         return settled or line.endswith(b"\n")
 
     def runs(self) -> list[Run]:
-        if self._sweep or self._charts:
-            return self._sweep or [its.run(f"{self._path}: {name}") for name, its in self._charts.items()]
+        if self._sweep:
+            return self._sweep
         if not self._columns.rows and not isinstance(self._lines, ConsoleLines):
             return []
         return [self._columns.run(str(self._path))]
 
     def _add(self, row: Row) -> None:
-        if isinstance(self._lines, CsvLines):
-            self._add_to_charts(row)
-        elif "losses" in row:
+        if "losses" in row and not isinstance(self._lines, CsvLines):
             columns = Columns()
             for its in _columns(row):
                 columns.add(its)
             self._sweep.append(columns.run(f"{self._path}: {_label(row)}"))
         if not self._sweep:
             self._columns.add(row)
-
-    def _add_to_charts(self, row: Row) -> None:
-        of_row: dict[str, dict[str, float]] = {}
-        for key, value in row.items():
-            if " - " in key and value is not None and (its := _CHART.fullmatch(key)) and not its[3]:
-                of_row.setdefault(its[1], {})[its[2]] = value
-        steps = {key: row[key] for key in STEP_KEYS if key in row} if of_row else {}
-        for name, its_row in of_row.items():
-            self._charts.setdefault(name, Columns()).add({**steps, **its_row})
 
 
 def _columns(row: Row) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from hf_accum_fix.cli import main
 from hf_accum_fix.cli import watch as command
 from hf_accum_fix.monitor import watch as watching
 from hf_accum_fix.monitor.run_logs import Logs, read_runs
-from hf_accum_fix.monitor.series import LogsError, Run
+from hf_accum_fix.monitor.series import Run
 from hf_accum_fix.monitor.watch import follow, look
 
 
@@ -68,17 +68,6 @@ def test_an_interrupt_ends_with_the_findings_so_far(
     said = capsys.readouterr()
     assert said.err.startswith("hf-accum-fix watch: ") and "no loss was found" in said.err
     assert "Traceback" not in said.out + said.err
-
-
-def test_an_interrupt_before_the_first_reading_could_tell_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: object) -> list[Run]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Logs, "read_all", interrupted)
-    with pytest.raises(LogsError, match="before the logs were read"):
-        follow([tmp_path])
 
 
 def test_an_interrupt_of_a_command_is_one_line(

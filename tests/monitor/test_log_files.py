@@ -110,14 +110,6 @@ def test_nothing_unusual_is_lost_in_a_huge_log(monkeypatch: pytest.MonkeyPatch) 
     assert "memory: 1 alarm," in words and "means of 32 logs each" in words
 
 
-def test_many_names_take_no_more_memory() -> None:
-    columns = Columns()
-    for k in range(1, 5_001):
-        columns.add({"step": k, f"name {k}": 1.0, "loss": 1.0})
-    found = columns.run("x").series
-    assert len(found) <= 1_001 and len(found["loss"]) == 5_000
-
-
 # ---- growing logs ----------------------------------------------------------------------------------------------------
 
 
@@ -147,15 +139,6 @@ def test_a_last_line_without_an_end_is_read_once_it_stays(tmp_path: Path) -> Non
     with (tmp_path / "x.jsonl").open("a") as file:
         file.write('\n{"step": 3, "loss": 1.0}\n')
     assert logs.read(tmp_path)[0].series["loss"].steps == (1.0, 2.0, 3.0)
-
-
-def test_a_state_is_read_again_when_it_was_written_again(tmp_path: Path) -> None:
-    logs = Logs(grow=True)
-    for count in (3, 5):
-        rows = [{"step": k, "loss": 1.0} for k in range(1, count + 1)]
-        (tmp_path / "trainer_state.json").write_text(json.dumps({"epoch": 1.0, "log_history": rows, "x": []}, indent=2))
-        (run,) = logs.read(tmp_path)
-        assert len(run.series["loss"]) == count and logs.read(tmp_path)[0] is run
 
 
 def test_event_files_are_read_on(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy
 import pytest
 
 from hf_accum_fix.cli import main
@@ -129,19 +128,6 @@ def test_a_picture_is_not_written_through_a_link(tmp_path: Path, capsys: pytest.
     assert "watch.png is a link" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("place", ["nowhere/watch.png", "folder", "watch.zip", "pipe.png"])
-def test_a_picture_that_cannot_be_written_is_said_in_a_line(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe.png")
-    log = lines(tmp_path / "a.jsonl")
-    assert main(["watch", str(log), "--output", str(tmp_path / place)]) == 3
-    printed = capsys.readouterr()
-    assert "12 logged losses" in printed.out
-    assert "Traceback" not in printed.err and "picture" in printed.err
-
-
 def test_names_that_matplotlib_reads_as_formulas_or_hides(tmp_path: Path) -> None:
     series = {"loss": Series((1.0, 2.0), (2.0, 1.0))}
     write_picture([Run("a_$\\frac{$", series), Run("_hidden", series)], tmp_path / "x.png")
@@ -174,19 +160,6 @@ def test_names_are_shortened_to_what_tells_them_apart() -> None:
     (shortened,) = short_names(["x" * 300])
     assert len(shortened) <= 60
     assert len(set(short_names([f"{'x' * 300}{place}{'y' * 300}" for place in range(3)]))) == 3
-
-
-def a_run(name: str, draw: numpy.random.Generator, times: float = 1.0) -> Run:
-    losses = times * (0.5 + 2 * numpy.exp(-numpy.arange(60) / 12) + 0.02 * draw.normal(size=60))
-    return Run(name, {"loss": Series(tuple(map(float, range(60))), tuple(losses.tolist()))})
-
-
-def test_runs_are_held_against_the_one_that_is_named() -> None:
-    draw = numpy.random.default_rng(0)
-    runs = [a_run("off", draw, 8.0), a_run("one", draw), a_run("two", draw)]
-    assert "two against off: 0.12" in look(runs).words
-    text = look(runs, against="one").words
-    assert "off against one: 8" in text and text.count("one factor throughout") == 1
 
 
 def test_a_reference_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

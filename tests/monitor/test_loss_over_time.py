@@ -52,15 +52,6 @@ def test_noise_without_a_period_is_no_swing(size: float, correlation: float) -> 
         assert told(LossOscillation(), falling(2000) * noise(2000, size, seed, correlation)) == []
 
 
-def test_spikes_steps_and_slow_waves_are_no_swing() -> None:
-    spikes, steps = falling(1000) * noise(1000), falling(1000) * noise(1000)
-    spikes[::97] *= 10
-    steps[500:] *= 2
-    slow = falling(1000) * noise(1000) * (1 + 0.3 * numpy.sin(numpy.arange(1000) / 20))
-    for losses in (spikes, steps, slow, falling(1000), numpy.ones(1000), -falling(1000)):
-        assert told(LossOscillation(), losses) == []
-
-
 def test_a_run_that_learns_nothing_is_told_once() -> None:
     for seed in range(5):
         assert told(LossStall(), 2.0 * noise(2000, 0.1, seed)) == [300]

@@ -67,11 +67,6 @@ def test_the_lag_is_told_in_seconds_however_large() -> None:
     assert alarms[-1] is not None and alarms[-1].message.startswith("rank 1: ready 1 s later than the others")
 
 
-def test_milliseconds_are_no_lag_however_short_the_steps() -> None:
-    assert lags(2, 0.003, usual=0.003) == []
-    assert lags(2, 0.015, usual=0.003)[0] == (30, "rank-lags-1")
-
-
 def test_one_process_and_a_run_without_forwards_say_nothing() -> None:
     pace = Pace(nn.Linear(1, 1))
     pace.step()

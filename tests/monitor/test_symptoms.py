@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,9 @@ from statistics import median
 
 import numpy
 import pytest
+
+from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.loss_over_time import LossTrend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from monitor_audit import HEALTHY_PACE, LAGS, MONITORS, PACE_LOG, judged, pace_alarms, rank_firsts, skewed
@@ -82,3 +86,58 @@ def test_a_rank_that_lags_is_named(name: str, ranks: int) -> None:
 def test_lengths_that_differ_and_persist_are_no_lag(name: str, ranks: int) -> None:
     draw = numpy.random.default_rng(SEED)
     assert sum(len(pace_alarms(HEALTHY_PACE[name](draw, 500 * PACE_LOG, ranks))) for _ in range(2)) <= 1
+
+
+# ---- over time -------------------------------------------------------------------------------------------------------
+
+
+def noisy(steps: int, noise: float = 0.25) -> numpy.ndarray:
+    return numpy.exp(noise * numpy.random.default_rng(SEED).standard_t(8, size=steps))
+
+
+STEPS = numpy.arange(3000)
+LEARNS = 0.5 + 2.0 * numpy.exp(-numpy.arange(1000) / 30)
+#: Of a loss a log: the curve, the alarm if any, and between which logs it is told; alarms in all.
+LOSSES = {
+    "rises for good": (LEARNS + 2.0 * (STEPS[:1000] >= 200), "loss-diverges", (215, 235), 1),
+    "rises twice": (LEARNS + 2.0 * (STEPS[:1000] >= 200) + 6.0 * (STEPS[:1000] >= 300), "loss-diverges", (215, 235), 2),
+    "spikes": (LEARNS * (1 + 9 * (STEPS[:1000] % 50 == 0)), "", (0, 0), 0),
+    "harder data": (LEARNS * (1 + 0.4 * (STEPS[:1000] > 500)), "", (0, 0), 0),
+    "negative": (LEARNS - 1.0, "", (0, 0), 0),
+}
+#: Of gradient norms a step: the norms, max_norm, the alarm if any, and the step by which it is told.
+NORMS = {
+    "grow": (noisy(3000, 0.15) * numpy.exp(0.01 * STEPS), None, "gradient-norm-grows", 700),
+    "grow slowly": (noisy(3000) * numpy.exp(0.002 * STEPS), None, "gradient-norm-grows", 2200),
+    "vanish": (noisy(3000) * numpy.exp(-0.005 * STEPS), None, "gradient-norm-vanishes", 2300),
+    "die": (noisy(3000) * (STEPS < 1000), None, "gradient-norm-vanishes", 1500),
+    "clipped": (20 * noisy(3000), 1.0, "gradient-norm-always-clipped", 1000),
+    "clipped a little": (2 * noisy(3000), 1.0, "", 0),
+    "clipped, but now and then": (numpy.where(STEPS % 900 == 899, 0.5, 20 * noisy(3000)), 1.0, "", 0),
+    "grow and rest": (noisy(3000) * (1 + 5 * (1 - numpy.exp(-STEPS / 500))), None, "", 0),
+    "fall as a run learns": (noisy(3000) * (0.001 + numpy.exp(-STEPS / 500)), None, "", 0),
+    "spike": (noisy(3000, 0.1) * (1 + 40 * (STEPS == 1234)), None, "gradient-norm-spike", 1240),
+    "nan": (numpy.where((STEPS > 1000) & (STEPS % 10 == 0), math.nan, noisy(3000)), None, "gradient-norm-not-f", 1080),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_lost_again_is_told(name: str) -> None:
+    curve, kind, (first, last), count = LOSSES[name]
+    trend = LossTrend()
+    judged = [trend.add(loss) for loss in (curve * noisy(1000, 0.1)).tolist()]
+    found = [(log, its.kind) for log, its in enumerate(judged, start=1) if its is not None and not its.observation]
+    assert len(found) == count and all(its == kind for _, its in found), found
+    assert not count or first <= found[0][0] <= last
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_gradient_norms_over_time(name: str) -> None:
+    norms, max_norm, kind, by = NORMS[name]
+    monitor, found = GradientNorm(max_norm), []
+    for step, norm in enumerate(norms.tolist(), start=1):
+        monitor.update(norm)
+        if step % 10 == 0 and (alarm := monitor.judge(monitor.read())) is not None:
+            found.append((step, alarm.kind))
+    assert bool(found) == bool(kind) and all(its.startswith(kind) for _, its in found), found[:2]
+    assert not found or (found[0][0] <= by and (kind.endswith("f") or len(found) <= 5))
