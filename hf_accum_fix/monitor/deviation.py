@@ -61,11 +61,15 @@ class Shifts:
 
     Source: batch means, Conway 1963; Alexopoulos and Seila 1998, "Output Data Analysis" (Handbook of Simulation, 7.3).
 
+    Args:
+        only_above: whether a rank below the others is none that is off.
+
     Attributes:
         worst: the most unusual rank of the last reading; None before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_above: bool = False) -> None:
+        self._only_above = only_above
         self._past = deque[Sequence[Deviation]](maxlen=KEPT)
         self._ranks = list[int]()
         self._since, self._fewest = 0, COMPARED
@@ -97,7 +101,7 @@ class Shifts:
         found = []
         for place, (variance, freedom) in enumerate(_wander(deviates[:-COMPARED], deviates[-COMPARED:])):
             far = normal_of_student(beyond[:, place].mean() * math.sqrt(COMPARED / variance), freedom)
-            if lasts[place] and abs(far) > at_least:
+            if lasts[place] and (far if self._only_above else abs(far)) > at_least:
                 found.append(Deviation(self._ranks[place], float(mean[place]), abs(float(mean[place]) / far)))
         if not found:
             return None

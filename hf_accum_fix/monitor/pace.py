@@ -88,7 +88,7 @@ class Pace(Gathered[PaceReading]):
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
         self._lags = deque[PaceReading](maxlen=COMPARED)
-        self._shifts = Shifts()
+        self._shifts = Shifts(only_above=True)
         model.register_forward_hook(self._after_forward)
 
     def step(self) -> None:
@@ -121,7 +121,7 @@ class Pace(Gathered[PaceReading]):
         lags = [its - (sum(late) - its) / (ranks - 1) for its in late]
         self._lags.append(reading)
         named = self._shifts.add([Deviation(rank, lag, LAG_WANDERS, tolerance=1.0) for rank, lag in enumerate(lags)])
-        if named is None or named.difference < 0:
+        if named is None:
             return None
         return Alarm(
             f"rank-lags-{named.rank}",

@@ -59,3 +59,10 @@ def test_ranks_that_come_and_go_begin_anew() -> None:
         assert shifts.add(off) is None
     assert shifts.add([*off, Deviation(2, 0.0, 1.0)]) is None and shifts.worst is not None and shifts.worst.rank == 1
     assert [shifts.add(off) is not None for _ in range(30)] == [False] * 29 + [True]
+
+
+def test_a_rank_that_is_early_is_none_that_lags() -> None:
+    shifts, either = Shifts(only_above=True), Shifts()
+    early = [Deviation(rank, its, 1.0) for rank, its in enumerate((-6.0, 2.0, 2.0, 2.0))]
+    named = [(shifts.add(early), either.add(early)) for _ in range(60)]
+    assert all(above is None for above, _ in named) and any(its is not None and its.rank == 0 for _, its in named)
