@@ -280,7 +280,7 @@ def audit(folder: Path, *, quick: bool = False) -> Iterator[str]:
     """
     tables: dict[str, Iterator[dict[str, Any]]] = {
         "False alarms in 1,000 logs of 10 steps": rank_false_alarms(*(1, 10) if quick else ()),
-        "Faults of a rank: runs that found it, median and last delay in logs": rank_delays(*(1, 10) if quick else ()),
+        "Faults of a rank: runs that found it, median and last delay in logs": rank_delays(*(1, 32) if quick else ()),
         "False alarms of Pace in 1,000 logs": pace_false_alarms(*(1, 20) if quick else ()),
         "Lags: log by which the last of 8 runs names the rank": lag_delays(*(1, 20) if quick else ()),
         "False alarms in 1,000 logs of 20 steps, 80 GiB": memory_false_alarms(*(200,) if quick else ()),
