@@ -183,13 +183,13 @@ def train(options: argparse.Namespace, device: Any) -> None:
             "hf_accum_fix/rank_loss_spread": reading.spread,
             "hf_accum_fix/rank_gradient_norm_jitter": rank_norms.jitter,
             "hf_accum_fix/gradient_norm_median": norm_reading.median,
-            "hf_accum_fix/memory_mib": held.ranks[-1].used / 2**20,
+            "hf_accum_fix/memory_mib": held[-1].used / 2**20,
             "hf_accum_fix/all_alarms": alarms.count,
         })  # fmt: skip
         if step % CHECK_EVERY == 0:
             rows[-1]["eval_accuracy"] = accuracy(network, held_out)
         if rank == 0:
-            summary = f"memory of the last rank: {held.ranks[-1]}"
+            summary = f"memory of the last rank: {held[-1]}"
             print(json.dumps({key: round(value, 4) for key, value in rows[-1].items()}), flush=True)
     if rank == 0:
         print(summary)

@@ -57,8 +57,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _followed(arguments: argparse.Namespace) -> int:
-    from hf_accum_fix.monitor.follow import follow, followable
     from hf_accum_fix.monitor.series import LogsError
+    from hf_accum_fix.monitor.watch import follow, followable
 
     if not followable():
         raise LogsError("got --follow without rich; expected it installed; pip install rich, or omit --follow")

@@ -1,24 +1,9 @@
-"""Is this distributed run healthy, and is its loss curve true? One symptom, one file.
+"""Is this distributed run healthy, and is its loss curve true? One file a family of symptoms; the README lists them.
 
-    loss            a curve that shows every micro-batch, with its error
-    loss_over_time  a loss that diverges, jumps, swings, stalls or starts too high; an accuracy that stalls
-    rank_loss       a rank whose loss is off
-    rank_gradients  a rank whose gradient is off, before it is averaged
-    gradient_norm   spikes and clipping over time
-    replicas        replicas that are no longer alike
-    batch_norm      statistics of a part of the batch; SyncBatchNorm in the wrong order
-    pipeline        a sentinel where there is no loss
-    memory          warm-up, plateau or leak
-    noise_scale     is this much accumulation worth it?
-    shared_samples  ranks that get one another's samples
-    pace            a rank that keeps the others waiting
-    loss_check      is the loss that a Trainer logs the mean over the items?
-    watch           a run's logs in one look
-
-``monitor.Monitor`` is all of them in one object.
-
-Each is a plain object for any PyTorch loop and works alone; ``callbacks`` has them for transformers.Trainer.
-Ranks are reached through ``ranks.Ranks``: one sum. Nothing here knows the rest of the package.
+``monitor.Monitor`` is all of them in one object. Each is a plain object for any PyTorch loop and works alone: it has
+readings in and alarms out (``alarms``), and decides by the numbers of ``thresholds``. ``callbacks`` has them for
+transformers.Trainer; ``watch`` reads logs. Ranks are reached through ``ranks.Ranks``: one sum. Nothing here knows the
+rest of the package.
 """
 
 # ruff: noqa: I001 - several names a line
@@ -49,7 +34,7 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.monitor import Monitor as Monitor
     from hf_accum_fix.monitor.noise_scale import NoiseScale as NoiseScale
     from hf_accum_fix.monitor.pace import Pace as Pace
-    from hf_accum_fix.monitor.pipeline import without_sentinels as without_sentinels
+    from hf_accum_fix.monitor.series import without_sentinels as without_sentinels
     from hf_accum_fix.monitor.rank_gradients import RankGradients as RankGradients
     from hf_accum_fix.monitor.rank_loss import RankLoss as RankLoss
     from hf_accum_fix.monitor.ranks import Ranks as Ranks, TorchRanks as TorchRanks
@@ -69,11 +54,11 @@ _NAMES = {
     "monitor": "Monitor",
     "noise_scale": "NoiseScale",
     "pace": "Pace",
-    "pipeline": "without_sentinels",
     "rank_gradients": "RankGradients",
     "rank_loss": "RankLoss",
     "ranks": "Ranks TorchRanks",
     "replicas": "Replicas",
+    "series": "without_sentinels",
     "shared_samples": "SharedSamples",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

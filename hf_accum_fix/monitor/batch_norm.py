@@ -6,11 +6,10 @@ and gradients are scaled right.
     for finding in check_batch_norm(ddp_model, per_device_batch=4, accumulation_steps=8, optimizer=optimizer):
         alarms.say(finding)
 
-**Convert before wrapping.** A widely copied snippet wraps a model in DistributedDataParallel and then converts its
-BatchNorm layers. DDP reduces, and the optimizer steps, the parameters that they were given. torch's own converter moves
-the very parameters into the new layers, so that the wrong order happens to be harmless with it (torch 2.13: tested).
-Others copy them (apex's ``convert_syncbn_model``, older torch, many hand-written ones), and then the forward uses
-parameters that nobody reduces and nobody steps. The check looks at every parameter, whichever converter made it.
+**Convert before wrapping.** DDP reduces, and the optimizer steps, the parameters that they were given. torch's own
+converter moves the very parameters into the new layers, so that converting a wrapped model is harmless with it (torch
+2.13: tested). Others copy them (apex's ``convert_syncbn_model``, older torch, many hand-written ones), and then the
+forward uses parameters that nobody reduces and nobody steps.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, alike, by_rank
-
-#: Samples below which batch statistics cost accuracy. Source: Wu and He 2018, "Group Normalization", figure 1.
-SMALL_BATCH = 16
-#: Forwards after which running statistics are settled; standard deviations, or ratio of variances less one, by which
-#: batches of the same data do not differ, however small.
-_SETTLED, _UNEVEN = 50, 3.0
+from hf_accum_fix.monitor.thresholds import SETTLED_FORWARDS, SMALL_BATCH, UNEVEN
 
 
 def check_batch_norm(
@@ -56,19 +50,24 @@ def check_batch_norm(
     """
     ranks = ranks or TorchRanks()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    samples = {name: _samples(its, per_device_batch, ranks) for name, its in layers.items() if its.training}
+    samples = {
+        name: per_device_batch * (_size(its, ranks) if isinstance(its, nn.SyncBatchNorm) else 1)
+        for name, its in layers.items()
+        if its.training
+    }
+    few = " or ".join(map(str, sorted(set(samples.values()))))
     small = {name: count for name, count in samples.items() if count < SMALL_BATCH}
     found = [_stale(model, layers, optimizer), _converted_late(model, layers), compare_buffers(model, ranks)]
     if small:
         words = (
-            f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from {_few(small)} "
+            f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from {few} "
             f"samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where there are more ranks, "
             "GroupNorm, or frozen statistics"
         )
         found.insert(0, Alarm("batch-norm-small-batch", words))
     if samples and accumulation_steps > 1:
         words = (
-            f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {_few(samples)} samples, "
+            f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {few} samples, "
             f"while an optimizer step has {per_device_batch * accumulation_steps * ranks.size}; no scaling of loss or "
             "gradients changes that; use larger micro-batches, SyncBatchNorm (times the ranks), a normalisation "
             "without batch statistics (GroupNorm), or freeze them"
@@ -120,14 +119,14 @@ def _uneven(model: nn.Module, ranks: Ranks, accumulation_steps: int) -> Alarm | 
     assert its.running_mean is not None and its.running_var is not None and its.num_batches_tracked is not None
     row = [its.running_mean, its.running_var, its.num_batches_tracked.expand_as(its.running_mean)]
     mean, variance, forwards = by_rank(ranks, torch.stack([each.detach().double().cpu() for each in row])).unbind(1)
-    if isinstance(its, nn.SyncBatchNorm) or its.momentum is None or forwards.min() < _SETTLED:
+    if isinstance(its, nn.SyncBatchNorm) or its.momentum is None or forwards.min() < SETTLED_FORWARDS:
         return None
     added = 1 - (1 - its.momentum) ** accumulation_steps
     means = (mean - mean[0]).square().div(variance[0]).mean(1).sqrt() / added
     variances = ((variance - variance[0]).abs() / variance[0]).median(1).values / added
     apart = torch.maximum(means, variances)
     rank = int(apart.argmax())
-    if not apart[rank] > _UNEVEN:
+    if not apart[rank] > UNEVEN:
         return None
     return Alarm(
         f"batch-norm-uneven-data-{rank}",
@@ -182,15 +181,8 @@ def _converted(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     return module
 
 
-def _samples(layer: _BatchNorm, per_device_batch: int, ranks: Ranks) -> int:
-    if not isinstance(layer, nn.SyncBatchNorm):
-        return per_device_batch
-    group = layer.process_group
-    return per_device_batch * (ranks.size if group is None else dist.get_world_size(group))
-
-
-def _few(samples: dict[str, int]) -> str:
-    return " or ".join(map(str, sorted(set(samples.values()))))
+def _size(layer: nn.SyncBatchNorm, ranks: Ranks) -> int:
+    return ranks.size if layer.process_group is None else dist.get_world_size(layer.process_group)
 
 
 def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> Alarm | None:

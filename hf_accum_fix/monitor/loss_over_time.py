@@ -19,6 +19,7 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+from hf_accum_fix.monitor import thresholds as at
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.robust import error_of_mean, noise_sigma, slope_of_means, theil_sen
 
@@ -44,12 +45,6 @@ class OfLoss:
         raise NotImplementedError
 
 
-#: Logs in a mean: hard stretches of data pass sooner. Ratio to the mean before, or to the best, that is a jump; to the
-#: best that is divergence; to the best of every log in the mean; of two learning rates that is a rise. Errors of a mean
-#: that the loss wanders by itself.
-_LOGS, _JUMP, _FAR, _BACK, _RISE, _WANDERS = 30, 1.5, 2.0, 1.2, 1.05, 5.0
-
-
 class LossTrend(OfLoss):
     """Detect a loss that is lost again (alarm), or has jumped and stays there (observation).
 
@@ -62,36 +57,35 @@ class LossTrend(OfLoss):
     """
 
     def __init__(self) -> None:
-        self._logs = deque[tuple[float, float]](maxlen=2 * _LOGS)
+        self._logs = deque[tuple[float, float]](maxlen=2 * at.LOGS)
         self._count, self._errors = 0, list[float]()
         self._first, self._best, self._jumped, self._diverged = math.nan, math.inf, math.inf, math.inf
 
     def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
         if not math.isfinite(loss):
             return None  # RankLoss reports it.
+        self._first = loss if math.isnan(self._first) else self._first
         self._logs.append((loss, rate))
-        if math.isnan(self._first):
-            self._first = loss
-        logs = [its for its, _ in self._logs]
-        last, earlier = logs[-_LOGS:], logs[:-_LOGS]
-        if len(last) < _LOGS:
+        losses, rates = zip(*self._logs, strict=True)
+        last, earlier = losses[-at.LOGS :], losses[: -at.LOGS]
+        if len(last) < at.LOGS:
             return None
         now = fmean(last)
         self._best = best = min(self._best, now)
         self._count += 1
-        if self._count % _LOGS == 1 and min(last) > 0:
+        if self._count % at.LOGS == 1 and min(last) > 0:
             self._errors.append(error_of_mean([math.log(its) for its in last]))
-        if now < _BACK * best:
+        if now < at.BACK * best:
             self._jumped = self._diverged = math.inf
-        if not now > _JUMP * best > 0 or min(last) < _BACK * best:
+        if not now > at.JUMP * best > 0 or min(last) < at.BACK * best:
             return None
-        levels = f"{now:.4g} over the last {_LOGS} logs, {best:.4g} at its best, {self._first:.4g} in the first log"
-        learns = fmean(last[_LOGS // 2 :]) < fmean(last[: _LOGS // 2])
-        jumped = len(earlier) == _LOGS and now > _JUMP * fmean(earlier)
+        levels = f"{now:.4g} over the last {at.LOGS} logs, {best:.4g} at its best, {self._first:.4g} in the first log"
+        learns = fmean(last[at.LOGS // 2 :]) < fmean(last[: at.LOGS // 2])
+        jumped = len(earlier) == at.LOGS and now > at.JUMP * fmean(earlier)
         errors = sorted(self._errors)[:-1]
-        wanders = math.exp(_WANDERS * math.sqrt(2 * fmean(its**2 for its in errors))) if errors else 1.0
-        far = now > max(_FAR * best, wanders * best, (self._first + best) / 2) and (jumped or now > self._first)
-        if far and not learns and not now / 2 < self._diverged < math.inf:
+        wanders = math.exp(at.WANDERS * math.sqrt(2 * fmean(its**2 for its in errors))) if errors else 1.0
+        far = now > max(max(at.FAR_OVER_BEST, wanders) * best, (self._first + best) / 2)
+        if far and (jumped or now > self._first) and not learns and not now / 2 < self._diverged < math.inf:
             self._jumped = self._diverged = now
             return Alarm(
                 "loss-diverges",
@@ -101,9 +95,8 @@ class LossTrend(OfLoss):
         if not jumped or now / 2 < self._jumped < math.inf:
             return None
         self._jumped = now
-        rates = [its for _, its in self._logs]
-        before, after = fmean(rates[:_LOGS]), max(rates[_LOGS:])
-        rose = f"; the learning rate rose from {before:.3g} to {after:.3g}" if after > _RISE * before else ""
+        before, after = fmean(rates[: at.LOGS]), max(rates[at.LOGS :])
+        rose = f"; the learning rate rose from {before:.3g} to {after:.3g}" if after > at.RISE * before else ""
         return Alarm(
             "loss-jumped",
             f"the loss has jumped, and stays there: {levels}{rose}; a new stage, harder data and a restart look like "
@@ -112,75 +105,46 @@ class LossTrend(OfLoss):
         )
 
 
-#: Logs looked at; logs from one look to the next; fewest periods in them, and so the longest; logs that a slow swing's
-#: look averages.
-_LOOK, _EVERY, _FEWEST, _SWIFT, _SLOW = 64, 32, 5, 13, 4
-#: Share of the power that one frequency and its two neighbours have; relative deviation of the loss that counts; of a
-#: period from an epoch that are the same.
-_SHARE, _SWING, _OF_EPOCH = 0.6, 0.07, 0.1
-
-
 class LossOscillation(OfLoss):
-    """Detect a swing by 12 % and more, of one period of 3 to 16 logs by the 96th log, of 17 to 60 by the 384th.
+    """Detect a swing by 12 % and more, of one period of 3 to 16 logs, by the 96th log.
 
-    In two looks at 64 logs (at 64 means of 4) each, of the log losses without their linear trend and under Hann's
-    window, one frequency and its neighbours hold 60 % of the power, which noise hardly does twice, correlated or not.
-    Told once as long as it lasts: an alarm where the learning rate is known not to restart, nothing where it restarts,
-    an observation where it is not known, and where the period is known to be one epoch, as of data in one order.
+    In two looks at 64 logs each, of the log losses without their linear trend and under Hann's window, one frequency
+    and its neighbours hold 60 % of the power, which noise hardly does twice, correlated or not. Told once as long as it
+    lasts: an alarm where the learning rate is known not to restart, nothing where it restarts, an observation where it
+    is not known, and where the period is known to be one epoch, as of data in one order.
 
     Source: Fisher 1929, "Tests of significance in harmonic analysis".
     """
 
     def __init__(self) -> None:
-        self._looks = (_Look(1), _Look(_SLOW))
-
-    def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-        found = [look.add(loss, rate, epoch) for look in self._looks]
-        return next((alarm for alarm in found if alarm is not None), None)
-
-
-class _Look:
-    """A swing among 64 means of so many logs."""
-
-    def __init__(self, every: int) -> None:
-        self._mean = every
-        self._part: list[float] = []
-        self._logs = deque[float](maxlen=_LOOK)
-        self._schedule = deque[tuple[float, float]](maxlen=_LOOK * every)
+        self._logs = deque[tuple[float, float, float]](maxlen=at.LOOK)
         self._count, self._before, self._reported = 0, 0, False
 
-    def add(self, loss: float, rate: float, epoch: float) -> Alarm | None:
+    def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
         if not 0 < loss < math.inf:
             self._logs.clear()  # RankLoss reports a loss that is not finite; the others may swing around zero.
             return None
-        self._part.append(math.log(loss))
-        self._schedule.append((rate, epoch))
-        if len(self._part) < self._mean:
-            return None
-        self._logs.append(fmean(self._part))
-        self._part.clear()
+        self._logs.append((math.log(loss), rate, epoch))
         self._count += 1
-        if self._count % _EVERY or len(self._logs) < _LOOK:
+        if self._count % at.EVERY_LOOK or len(self._logs) < at.LOOK:
             return None
-        found, swing = _dominant(list(self._logs))
-        # A swift swing is the first look's.
-        found = found if self._mean == 1 or self._mean * _LOOK > _SWIFT * found else 0
+        losses, rates, epochs = zip(*self._logs, strict=True)
+        found, swing = _dominant(losses)
         before, self._before = self._before, found
         if not found or abs(found - before) > 1:
             self._reported = self._reported and bool(found)
             return None
-        rates, epochs = zip(*self._schedule, strict=True)
         restarts = _restarts(rates)
         if self._reported or restarts > 1:
             return None
         self._reported = True
-        steady, of_epoch = restarts == 0, abs((epochs[-1] - epochs[0]) / found - 1) < _OF_EPOCH
+        steady, of_epoch = restarts == 0, abs((epochs[-1] - epochs[0]) / found - 1) < at.OF_EPOCH
         known = f"{', which is one epoch' * of_epoch}{', and the learning rate does not restart' * steady}"
         return Alarm(
             "loss-oscillates",
-            f"the loss swings by +- {math.sqrt(2) * swing:.0%} with a period of {self._mean * _LOOK / found:.3g} logs"
-            f"{known}; look at the learning rate (lower{', or its restarts' * (not steady)}), the order of the data "
-            "(shuffled in every epoch) and the momentum",
+            f"the loss swings by +- {math.sqrt(2) * swing:.0%} with a period of {at.LOOK / found:.3g} logs{known}; "
+            f"look at the learning rate (lower{', or its restarts' * (not steady)}), the order of the data (shuffled "
+            "in every epoch) and the momentum",
             observation=of_epoch or not steady,
         )
 
@@ -189,7 +153,7 @@ def _restarts(rates: Sequence[float]) -> float:
     """How often a learning rate rises after it has fallen or stood; nan where it is not known."""
     if not all(map(math.isfinite, rates)):
         return math.nan
-    rising = [after > _RISE * before for before, after in pairwise(rates)]
+    rising = [after > at.RISE * before for before, after in pairwise(rates)]
     return sum(now and not earlier for earlier, now in pairwise(rising))
 
 
@@ -201,22 +165,15 @@ def _dominant(values: Sequence[float]) -> tuple[int, float]:
     slope = sum(x * y for x, y in zip(places, values, strict=True)) / sum(x * x for x in places)
     rest = [y - mean - slope * x for x, y in zip(places, values, strict=True)]
     swing = pstdev(rest)
-    if swing < _SWING:
+    if swing < at.SWING:
         return 0, swing
     windowed = [y * (1 - math.cos(2 * math.pi * (i + 0.5) / count)) for i, y in enumerate(rest)]
     power = [
         abs(sum(y * cmath.exp(-2j * math.pi * k * i / count) for i, y in enumerate(windowed))) ** 2
         for k in range(count // 2 + 1)
     ]
-    at = max(range(_FEWEST, len(power)), key=lambda k: power[k])
-    return (at if sum(power[at - 1 : at + 2]) > _SHARE * sum(power) else 0), swing
-
-
-#: Logs until the judgement, blocks of them that a slope is taken over, logs that are the beginning, and the end.
-_JUDGED, _BLOCKS, _FIRST, _LAST = 300, 60, 5, 30
-#: Fall of the loss, as a share, that is learning; of the first logs above the rest, and in their standard errors; of a
-#: tenth of the logs below the first.
-_LEARNED, _ABOVE, _ERRORS, _FAR_BELOW = 0.05, 0.02, 3.0, 0.2
+    top = max(range(at.FEWEST_PERIODS, len(power)), key=lambda k: power[k])
+    return (top if sum(power[top - 1 : top + 2]) > at.SHARE * sum(power) else 0), swing
 
 
 class LossStall(OfLoss):
@@ -230,28 +187,28 @@ class LossStall(OfLoss):
 
     def __init__(self) -> None:
         self._logs: list[float] = []
-        self._rates: list[float] = []
+        self._highest_rate = -math.inf
 
     def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-        if math.isnan(loss) or len(self._logs) >= _JUDGED:
+        if math.isnan(loss) or len(self._logs) >= at.JUDGED:
             return None
         self._logs.append(loss)
-        self._rates.append(rate)
-        if len(self._logs) < _JUDGED or not all(0 < its < math.inf for its in self._logs):
+        self._highest_rate = math.nan if math.isnan(rate) else max(self._highest_rate, rate)
+        if len(self._logs) < at.JUDGED or not all(0 < its < math.inf for its in self._logs):
             return None
-        slope = slope_of_means(range(_JUDGED), self._logs, _BLOCKS, 0.999)
-        mean, first = fmean(self._logs), fmean(self._logs[:_FIRST])
-        error = noise_sigma(self._logs) / math.sqrt(_FIRST)
-        fell_at_once = first - mean > max(_ABOVE * mean, _ERRORS * error)
-        lowest = min(fmean(self._logs[place : place + _LAST]) for place in range(0, _JUDGED, _LAST))
-        falls = slope.high < 0 or -slope.value * _JUDGED > _LEARNED * mean
-        if falls or fell_at_once or lowest < (1 - _FAR_BELOW) * first:
+        slope = slope_of_means(range(at.JUDGED), self._logs, at.SLOPES, 0.999)
+        mean, first = fmean(self._logs), fmean(self._logs[: at.FIRST])
+        error = noise_sigma(self._logs) / math.sqrt(at.FIRST)
+        fell_at_once = first - mean > max(at.ABOVE * mean, at.ERRORS * error)
+        lowest = min(fmean(self._logs[place : place + at.LOGS]) for place in range(0, at.JUDGED, at.LOGS))
+        falls = slope.high < 0 or -slope.value * at.JUDGED > at.LEARNED * mean
+        if falls or fell_at_once or lowest < (1 - at.FAR_BELOW) * first:
             return None
         stalls = (
-            f"the loss is where it began: {first:.4g} in the first {_FIRST} logs, "
-            f"{fmean(self._logs[-_LAST:]):.4g} in the last {_LAST} of {_JUDGED}"
+            f"the loss is where it began: {first:.4g} in the first {at.FIRST} logs, "
+            f"{fmean(self._logs[-at.LOGS :]):.4g} in the last {at.LOGS} of {at.JUDGED}"
         )
-        if max(self._rates) == 0:
+        if self._highest_rate == 0:
             return Alarm("loss-stalls", f"{stalls}; the learning rate is 0: look at its schedule")
         return Alarm(
             "loss-stalls",
@@ -261,31 +218,23 @@ class LossStall(OfLoss):
         )
 
 
-#: Ratio of a first loss to a guess's that is too large.
-_OVER_A_GUESS = 1.5
-
-
 class FirstLoss:
     """Compare the first loss of a run with a guess's: nothing divided it, labels are off, or the start is bad."""
 
     def __init__(self) -> None:
         self._judged = False
 
-    def judge(self, reading: LossReading, guess: float) -> Alarm | None:
-        """The alarm that the first reading calls for, if any. Every rank judges alike, without communication.
+    def add(self, loss: float, guess: float) -> Alarm | None:
+        """The alarm that the first loss calls for, if any. Every rank judges alike, without communication.
 
         Args:
-            reading: of a `LossMeter`.
+            loss: the mean over the items.
             guess: ln(classes) or ln(vocabulary); nan where there are no classes, or they are not known yet.
         """
-        return self.add(reading.mean, guess)
-
-    def add(self, loss: float, guess: float) -> Alarm | None:
-        """The same of a loss that is a number."""
         if self._judged or math.isnan(loss) or not guess > 0:
             return None
         self._judged = True
-        if not math.isfinite(loss) or loss <= _OVER_A_GUESS * guess:
+        if not math.isfinite(loss) or loss <= at.OVER_A_GUESS * guess:
             return None  # RankLoss reports a loss that is not finite.
         return Alarm(
             "first-loss-above-a-guess",
@@ -293,10 +242,6 @@ class FirstLoss:
             f"{guess:.3g}: a mean that is not divided by the accumulation steps looks like this, see `hf-accum-fix "
             "doctor`; else look at the labels, the tokenizer and the initialisation",
         )
-
-
-#: Fewest evaluations; share of the first loss that a loss has fallen to; gain in accuracy that is one; near 1.
-_ENOUGH, _FALLEN, _GAIN, _HIGH = 8, 0.7, 0.02, 0.95
 
 
 class AccuracyTrend:
@@ -321,12 +266,12 @@ class AccuracyTrend:
             self._losses.append(loss)
             self._accuracies.append(accuracy)
         losses, accuracies = self._losses, self._accuracies
-        if self._reported or len(accuracies) < _ENOUGH or losses[0] <= 0:
+        if self._reported or len(accuracies) < at.EVALUATIONS or losses[0] <= 0:
             return None
         slope = theil_sen(range(len(accuracies)), accuracies)
         gain = slope.value * (len(accuracies) - 1)
-        risen = slope.low > 0 or max(gain, accuracies[-1] - accuracies[0]) > _GAIN
-        if fmean(losses[-len(losses) // 4 :]) >= _FALLEN * losses[0] or risen or fmean(accuracies) >= _HIGH:
+        risen = slope.low > 0 or max(gain, accuracies[-1] - accuracies[0]) > at.GAIN
+        if fmean(losses[-len(losses) // 4 :]) >= at.FALLEN * losses[0] or risen or fmean(accuracies) >= at.HIGH:
             return None
         self._reported = True
         return Alarm(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
-from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.loss import LossMeter, LossReading
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.noise_scale import NoiseScale
@@ -35,12 +35,33 @@ T = TypeVar("T")
 _SETTLED = 100
 
 
-class Monitor:
-    """All monitors in one.
+class LossJudges:
+    """All that is judged by the loss.
 
-    `LossMeter`, `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend`,
-    `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`, `MemoryMonitor` and, if requested,
-    `SharedSamples` and `NoiseScale`.
+    `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`; and the `AccuracyTrend`, as ``accuracy``.
+    """
+
+    def __init__(self) -> None:
+        self._ranks, self._trends = RankLoss(), (LossTrend(), LossOscillation(), LossStall())
+        self._first, self.accuracy = FirstLoss(), AccuracyTrend()
+
+    def judge(self, reading: LossReading, rate: float, epoch: float, guess: float) -> Iterator[Alarm | None]:
+        """The alarms that a reading completes, at this learning rate and epoch, of this loss of a guess."""
+        yield self._ranks.judge(reading)
+        for trend in self._trends:
+            yield trend.judge(reading, rate, epoch)
+        yield self._first.add(reading.mean, guess)
+
+    def logged(self) -> dict[str, float]:
+        """The most unusual rank of the last reading."""
+        worst = self._ranks.worst
+        if worst is None:
+            return {}
+        return {"rank_loss_worst_rank": worst.rank, "rank_loss_worst_in_standard_errors": worst.unusual}
+
+
+class Monitor:
+    """All monitors in one: what judges a loss, gradients, replicas, BatchNorm, pace, memory, samples and noise scale.
 
     Args:
         model: the one in training, wrapped or not.
@@ -48,7 +69,7 @@ class Monitor:
         ranks: the data-parallel ranks; None: torch.distributed.
         on_alarm: as in `Alarms`: "log", "stop", "raise" or a callable.
         max_norm: norm that gradients are clipped to; None where they are not.
-        per_device_batch: samples of one micro-batch; None leaves the size of BatchNorm's statistics alone.
+        per_device_batch: samples of one micro-batch; None leaves BatchNorm alone.
         accumulation_steps: micro-batches of one optimizer step on a rank.
         check_every: steps from one comparison of the replicas to the next.
         noise_scale_every: steps from one that the gradient noise scale is measured in to the next; None: none is. Where
@@ -77,16 +98,13 @@ class Monitor:
         noise_scale_every: int | None = None,
         classes: int | None = None,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._ranks = ranks or TorchRanks()
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks or TorchRanks()
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
-        self.alarms, self._step = Alarms(self._ranks, on_alarm), 0
-        self._meter, self._rank_loss = LossMeter(self._ranks), RankLoss()
-        self._of_loss = (LossTrend(), LossOscillation(), LossStall())
-        self._first, self._accuracy = FirstLoss(), AccuracyTrend()
+        self.alarms, self._step, self._steps_logged = Alarms(self._ranks, on_alarm), 0, 0
+        self._meter, self._judges = LossMeter(self._ranks), LossJudges()
         self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
-        self._steps_logged, self._agreed = 0, False
+        self._agreed = self._ranks.size == 1
         self._items: Tensor | float = 0.0
         self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
         several, every = self._ranks.size > 1, noise_scale_every
@@ -145,16 +163,12 @@ class Monitor:
             self._pace.step()
         if self._replicas is not None:
             self._say(self._replicas.step())
-        if self._step == _SETTLED and self._per_device_batch is not None:
-            self._say(compare_buffers(self._model, self._ranks, self._accumulation_steps))
-        if self._step == 2 and self._per_device_batch is not None:
-            for alarm in check_batch_norm(
-                self._model,
-                per_device_batch=self._per_device_batch,
-                accumulation_steps=self._accumulation_steps,
-                optimizer=self._optimizer,
-                ranks=self._ranks,
-            ):
+        batch, steps, optimizer, ranks = self._per_device_batch, self._accumulation_steps, self._optimizer, self._ranks
+        if batch is not None and self._step == _SETTLED:
+            self._say(compare_buffers(self._model, ranks, steps))
+        if batch is not None and self._step == 2:
+            given = {"per_device_batch": batch, "accumulation_steps": steps}
+            for alarm in check_batch_norm(self._model, **given, optimizer=optimizer, ranks=ranks):
                 self._say(alarm)
 
     def log(self, accuracy: float | None = None, epoch: float = math.nan) -> dict[str, float]:
@@ -172,20 +186,15 @@ class Monitor:
         watching = [each for each in optional if each is not None]
         readings = read_together(self._ranks, [self._meter, *watching])
         reading = readings[self._meter]
-        found = self._meter.logged(reading)
         rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
-        for alarm in (
-            self._rank_loss.judge(reading),
-            *(judge.judge(reading, rate, epoch) for judge in self._of_loss),
-            self._first.judge(reading, self._guess),
-        ):
+        for alarm in self._judges.judge(reading, rate, epoch, self._guess):
             self._say(alarm)
         if accuracy is not None:
-            self._say(self._accuracy.judge(reading.mean, accuracy))
+            self._say(self._judges.accuracy.judge(reading.mean, accuracy))
+        found = self._meter.logged(reading) | self._judges.logged()
         for each in watching:
-            its = readings[each]
-            self._say(each.judge(its))
-            found |= each.logged(its)
+            self._say(each.judge(readings[each]))
+            found |= each.logged(readings[each])
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
             found["items_per_step"] = reading.total.items / steps
@@ -195,24 +204,19 @@ class Monitor:
 
     def _agree(self) -> None:
         """Leave out, once, what not every rank can watch: nobody must wait for it, nor add up rows of other lengths."""
-        if self._agreed or self._ranks.size == 1:
-            return
-        self._agreed = True
-        optional = ("_rank_gradients", "_noise", "_replicas")
-        every = on_every_rank(self._ranks, [name for name in optional if getattr(self, name) is not None])
-        for name in set(optional) - every:
-            setattr(self, name, None)
+        if not self._agreed:
+            self._agreed = True
+            optional = ("_rank_gradients", "_noise", "_replicas")
+            every = on_every_rank(self._ranks, [name for name in optional if getattr(self, name) is not None])
+            for name in {*optional} - every:
+                setattr(self, name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms."""
-        return {
-            "step": self._step,
-            "alarms": self.alarms.state_dict(),
-            "gradient_norm": self._norms.state_dict(),
-        }
+        return {"step": self._step, "alarms": self.alarms.state_dict(), "gradient_norm": self._norms.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that state. Memory and the ranks' spread belong to a process, and are learned anew."""
+        """Go on from that state. Memory and how far the ranks wander belong to a process, and are learned anew."""
         self._step = self._steps_logged = state["step"]
         self.alarms.load_state_dict(state["alarms"])
         self._norms.load_state_dict(state["gradient_norm"])

@@ -1,17 +1,13 @@
 """Is this much accumulation worth it? The gradient noise scale, from the micro-batches that a step takes anyway.
 
 The noise scale B is the batch, in items, at which the noise of the gradient is as large as the gradient: far below it
-a larger batch saves steps in proportion, far above it none. The sample is the M micro-batches of one
-window on all ranks: with g_m the gradient of the mean over the n items of one, w = n / N, and g the mean weighted by w,
-which is the gradient of the step,
+a larger batch saves steps in proportion, far above it none. The sample is the M micro-batches of one window on all
+ranks: with g_m the gradient of the mean over the n items of one, w = n / N, and g the mean weighted by w,
 
     S = (sum(w |g_m|^2) - |g|^2) N / (M - 1),        |G|^2 = |g|^2 - S / N,        B = S / |G|^2
 
 are unbiased for the trace S of the covariance of one item's gradient and for the square of the true gradient, for any
-sizes of the micro-batches. If these differ, the usual formula for equal ones is off by any factor.
-
-B is of plain SGD, of now, and of micro-batches that are exchangeable, whose items count as independent; the README
-lists what it does not show. |G|^2 is a small difference of large numbers where N is far below B: look at the error.
+sizes of the micro-batches. |G|^2 is a small difference of large numbers where N is far below B: look at the error.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162, appendix A.1, for two
 sizes of batch); here for one sample of unequal sizes, as a one-way analysis of variance.
@@ -31,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
 
 #: Measured windows of one micro-batch before that is said.
@@ -102,6 +97,7 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         self, model: nn.Module, every: int = 10, ranks: Ranks | None = None, windows: int = 100, *, dealt: bool = False
     ) -> None:
         self._ranks = ranks or TorchRanks()
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if dealt:
             raise UnsupportedSetupError(
                 "got length-balanced windows; expected micro-batches that are a random sample of their window; measure "
@@ -112,7 +108,6 @@ class NoiseScale(Gathered[NoiseScaleReading]):
                 f"got {type(model).__name__} on {self._ranks.size} ranks; expected DistributedDataParallel: other "
                 "engines show no gradient of a whole micro-batch"
             )
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(map(is_sharded, self._parameters)):
             raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
         if len({its.device for its in self._parameters}) > 1:

@@ -19,29 +19,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, median, median_low
+from statistics import fmean, median, median_low
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.deviation import Spread
-from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
+from hf_accum_fix.monitor.deviation import Deviation, Shifts
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
-from hf_accum_fix.monitor.robust import normal_of_student
+from hf_accum_fix.monitor.thresholds import (
+    COMPARED,
+    FEWEST_TIMES,
+    LAG_TOLERANCE,
+    LAG_TOLERANCE_SECONDS,
+    LAG_WANDERS,
+    LEFT_OUT,
+    MOST_LAG,
+)
 
-#: Steps kept between two readings; fewest for a judgement; share of the longest that is left out.
-_KEPT, _ENOUGH, _LEFT_OUT = 256, 5, 0.2
-#: Last readings that a lag is judged over, and the chance that a healthy rank of these looks late (Bonferroni).
-_READINGS, _CHANCE = (8, 16, 32, 64, 128, 256), 1e-5
-#: Readings before which the ranks' spread is the one from earlier, and how many of those show it.
-_RECENT, _SHOWN = 64, 32
-#: Lag, as a share of the whole step, that nobody would act upon; in seconds: processes of one machine differ by that.
-_TOLERANCE, _TOLERANCE_IN_SECONDS = 0.1, 0.01
-#: In tolerances: most that the lag of one reading counts for, so that one long stall is no lag; how far ranks are
-#: believed to wander from reading to reading.
-_MOST, _WANDER = 5.0, 0.3
+#: Steps kept between two readings.
+_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,8 @@ class PaceReading:
 class Pace(Gathered[PaceReading]):
     """Time that each rank takes before all wait for it.
 
-    A rank lags where its mean lag over the last 8, 16 ... 256 readings is surely above what nobody would act upon
-    (Student, Bonferroni over the ranks). How far such a mean wanders is learned from blocks of an eighth of its length
-    and longer (`Spread`), so that batches whose length persists are no lag, and one that comes and goes is. Once the
-    readings before the last 64 show it, means over no more are judged by these, so that a lag does not hide itself.
+    A rank lags where it is ready later than the others by more than nobody would act upon, over 30 readings (`Shifts`):
+    batches whose length persists are no lag, and one that comes and goes is.
 
     Args:
         model: the one in training, as it is called in the loop.
@@ -91,12 +87,8 @@ class Pace(Gathered[PaceReading]):
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
-        # Of every rank in tolerances, at most _MOST, and in seconds.
-        self._lags = deque[tuple[list[float], list[float]]](maxlen=_READINGS[-1])
-        self._fewest = _READINGS[0]
-        self._recent = deque[list[float]](maxlen=_RECENT)
-        self._shown = 0
-        self._spread = self._earlier = Spread(0)
+        self._lags = deque[PaceReading](maxlen=COMPARED)
+        self._shifts = Shifts(only_above=True)
         model.register_forward_hook(self._after_forward)
 
     def step(self) -> None:
@@ -108,7 +100,7 @@ class Pace(Gathered[PaceReading]):
         self._began = self._ready = now
 
     def row(self) -> Tensor:
-        kept = sorted(self._own)[: math.ceil((1 - _LEFT_OUT) * len(self._own))]
+        kept = sorted(self._own)[: math.ceil((1 - LEFT_OUT) * len(self._own))]
         row = [fmean(kept), median(self._whole), len(self._own)] if kept else [0.0, 0.0, 0]
         self._own.clear()
         self._whole.clear()
@@ -121,47 +113,22 @@ class Pace(Gathered[PaceReading]):
     def judge(self, reading: PaceReading) -> Alarm | None:
         """An alarm where a rank lags, again over twice as many readings. Every rank judges alike."""
         ranks = len(reading.own)
-        if ranks < 2 or reading.steps < _ENOUGH:
+        if ranks < 2 or reading.steps < FEWEST_TIMES:
             return None
-        tolerance = max(_TOLERANCE * reading.whole, _TOLERANCE_IN_SECONDS)
+        tolerance = max(LAG_TOLERANCE * reading.whole, LAG_TOLERANCE_SECONDS)
         usual = median_low(reading.own)
-        late = [max(-_MOST, min(_MOST, (own - usual) / tolerance)) for own in reading.own]
+        late = [max(-MOST_LAG, min(MOST_LAG, (own - usual) / tolerance)) for own in reading.own]
         lags = [its - (sum(late) - its) / (ranks - 1) for its in late]
-        self._lags.append((lags, [reading.lag(rank) for rank in range(ranks)]))
-        self._learn([lag / _WANDER for lag in lags])
-        far = NormalDist().inv_cdf(1 - _CHANCE / ranks)
-        for level, count in enumerate(_READINGS):
-            if not self._fewest <= count <= len(self._lags):
-                continue
-            last = list(self._lags)[-count:]
-            means = [fmean(column) for column in zip(*(lags for lags, _ in last), strict=True)]
-            rank = means.index(max(means))
-            if self._shown >= _SHOWN and count <= _RECENT:
-                # Blocks of up to this many readings have been seen.
-                spread, freedom = self._earlier.of(rank, level, count.bit_length())
-            else:
-                spread, freedom = self._spread.of(rank, level)
-            beyond = max(means[rank] - 1, 0.0) / (_WANDER * spread / math.sqrt(count))
-            if normal_of_student(beyond, freedom) > far:
-                self._lags.clear()
-                self._fewest = min(2 * count, _READINGS[-1])
-                return Alarm(
-                    f"rank-lags-{rank}",
-                    f"rank {rank}: ready {fmean(seconds[rank] for _, seconds in last):.3g} s later than the others in "
-                    f"a step of {reading.whole:.3g} s, in the mean of the last {count} logs; all wait for it; look at "
-                    "its data loading, the length of its batches, its processor and who else uses it",
-                )
-        return None
-
-    def _learn(self, lags: list[float]) -> None:
-        """How far ranks wander, now and before the last readings."""
-        if not self._recent:
-            self._spread, self._earlier = Spread(len(lags)), Spread(len(lags))
-        if len(self._recent) == _RECENT:
-            self._earlier.add(self._recent[0])
-            self._shown += 1
-        self._recent.append(lags)
-        self._spread.add(lags)
+        self._lags.append(reading)
+        named = self._shifts.add([Deviation(rank, lag, LAG_WANDERS, tolerance=1.0) for rank, lag in enumerate(lags)])
+        if named is None:
+            return None
+        return Alarm(
+            f"rank-lags-{named.rank}",
+            f"rank {named.rank}: ready {fmean(its.lag(named.rank) for its in self._lags):.3g} s later than the others "
+            f"in a step of {reading.whole:.3g} s, in the mean of the last {COMPARED} logs; all wait for it; look at "
+            "its data loading, the length of its batches, its processor and who else uses it",
+        )
 
     def logged(self, reading: PaceReading) -> dict[str, float]:
         """The rank that is ready last, and how much later than the others [s]."""

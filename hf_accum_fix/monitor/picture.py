@@ -42,7 +42,7 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
     runs = [without_overflow(run) for run in runs]
     summaries = [summarise(run) for run in runs]
     panels = ["loss"]
-    panels += ["gradient norm"] if any(each.gradients for each in summaries) else []
+    panels += ["gradient norm"] if any(each.norm > 0 for each in summaries) else []
     panels += ["accuracy"] if any(each.accuracy for each in summaries) else []
     figure = Figure(figsize=(8, 1 + 2.6 * len(panels)), layout="constrained")
     names = short_names([run.name for run in runs])
@@ -58,7 +58,7 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
             axes["loss"].axvline(step, color=colour, linestyle=":", linewidth=1, label=_ALARM)
         if its.not_finite:
             axes["loss"].axvline(its.not_finite[0], color=colour, linestyle="--", linewidth=1, label=_ALARM)
-        if its.gradients is not None:
+        if its.norm > 0:
             norms = run.series["grad_norm"]
             axes["gradient norm"].plot(norms.steps, norms.values, color=colour, linewidth=1)
         if its.accuracy:

@@ -9,10 +9,7 @@ Symptom: the norm of the averaged gradient is healthy, or nan, and does not show
     alarms.say(gradients.judge(reading))
 
 DistributedDataParallel shows the local gradient to its communication hook alone, bucket by bucket, once a window (the
-accumulated gradient of all its micro-batches). It takes one hook: pass the one you use. The default hook below
-divides and all-reduces as DDP does without a hook.
-
-The README says how FSDP and Horovod show theirs.
+accumulated gradient of all its micro-batches). It takes one hook: pass the one you use.
 """
 
 from __future__ import annotations
@@ -29,10 +26,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
-from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.thresholds import COMPARED, FEWEST_STEPS, NORM_TOLERANCE, NORM_TOLERANCE_OF_FIRST
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -41,11 +38,8 @@ if TYPE_CHECKING:
 
 #: Steps kept between two readings.
 _KEPT = 64
-#: Fewest steps in a judgement: shorter readings are put together; most kept until every rank has a gradient in enough.
-_FEWEST, _MOST_CARRIED = 8, 512
-#: Relative difference of norms that nobody would act upon; the same at the first norms: it grows with the square of the
-#: first norm over the present one, since memorised data leave no gradient.
-_TOLERANCE, _TOLERANCE_OF_FIRST = 0.005, 0.002
+#: Most steps kept until every rank has a gradient in enough.
+_MOST_CARRIED = 512
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,6 @@ class RankGradients(Gathered[RankGradientsReading]):
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
         self._shifts, self._first = Shifts(), 0.0
         self._carried: list[tuple[float, ...]] = []
-        self.worst: Deviation | None = None
 
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, state: Any = None) -> None:
         """Register with DDP, once, before its first backward; nothing on one process without DDP.
@@ -96,7 +89,7 @@ class RankGradients(Gathered[RankGradientsReading]):
                 return
             raise UnsupportedSetupError(
                 f"{type(model).__name__} shows no gradient before its reduction; expected DistributedDataParallel; "
-                "for FSDP and Horovod see hf_accum_fix/monitor/README.md, Other engines"
+                "for FSDP and Horovod see hf_accum_fix/monitor/README.md"
             )
         if hook is None:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -146,52 +139,46 @@ class RankGradients(Gathered[RankGradientsReading]):
         """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
         if len(reading.norms) < 2:
             return None
-        broken = {
-            rank
-            for step in zip(*reading.norms, strict=True)
-            if any(map(math.isfinite, step))
-            for rank, norm in enumerate(step)
-            if not math.isfinite(norm)
-        }
+        of_steps = list(zip(*reading.norms, strict=True))
+        some_finite = [step for step in of_steps if any(map(math.isfinite, step))]
+        broken = [rank for rank, its in enumerate(zip(*some_finite, strict=True)) if not all(map(math.isfinite, its))]
         if broken:
-            named = ", ".join(map(str, sorted(broken)))
+            named = ", ".join(map(str, broken))
             return Alarm(
                 f"rank-gradient-not-finite-{named}",
                 f"the gradient of rank {named} is not finite while the others' are finite, and so spoils the average; "
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
-        self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < max(step) < math.inf]
-        if len(self._carried) < _FEWEST:
+        self._carried += [step for step in of_steps if 0 < max(step) < math.inf]
+        seen = len(self._carried)
+        if seen < FEWEST_STEPS:
             return None
-        zeros = [sum(norm == 0 for norm in column) for column in zip(*self._carried, strict=True)]
-        dead = [rank for rank, count in enumerate(zeros) if 2 * count > len(self._carried)]
+        zeros = [column.count(0) for column in zip(*self._carried, strict=True)]
+        dead = [rank for rank, count in enumerate(zeros) if 2 * count > seen]
         if dead:
-            count, seen = zeros[dead[0]], len(self._carried)
             self._carried = []
             return Alarm(
                 f"rank-gradient-zero-{dead[0]}",
-                f"rank {', '.join(map(str, dead))}: its gradient is zero in {count} of {seen} steps while those of "
-                "others are not; look for a frozen or detached loss, micro-batches without targets, or a step under "
-                "`if rank == 0`",
+                f"rank {', '.join(map(str, dead))}: its gradient is zero in {zeros[dead[0]]} of {seen} steps while "
+                "those of others are not; look for a frozen or detached loss, micro-batches without targets, or a step "
+                "under `if rank == 0`",
             )
         # Skip steps in which a rank has no targets: they show nothing about sizes.
         steps = [step for step in self._carried if min(step) > 0]
-        if len(steps) < _FEWEST:
+        if len(steps) < FEWEST_STEPS:
             self._carried = self._carried[-_MOST_CARRIED:]
             return None
         self._carried = []
         norm = median(fmean(step) for step in steps)
         self._first = self._first or norm
-        found = deviations(steps, max(_TOLERANCE, _TOLERANCE_OF_FIRST * (self._first / norm) ** 2))
-        shifted = self._shifts.add(found, len(reading.norms))
-        self.worst = self._shifts.worst
+        found = deviations(steps, max(NORM_TOLERANCE, NORM_TOLERANCE_OF_FIRST * (self._first / norm) ** 2))
+        shifted = self._shifts.add(found)
         if shifted is None:
             return None
-        times = math.exp(shifted.difference)
         return Alarm(
             f"rank-gradient-{shifted.rank}",
-            f"rank {shifted.rank}: its gradient before the reduction is {times:.3g} times as large as the others', "
-            f"{abs(shifted.unusual):.1f} standard errors and not for the first time"
+            f"rank {shifted.rank}: its gradient before the reduction is {math.exp(shifted.difference):.3g} times as "
+            f"large as the others' over the last {COMPARED} logs, {abs(shifted.unusual):.1f} standard errors"
             f"{OF_TWO if len(reading.norms) == 2 else ''}; look at this rank's data shard and item counts, its seed "
             "and its precision",
         )
@@ -199,9 +186,9 @@ class RankGradients(Gathered[RankGradientsReading]):
     def logged(self, reading: RankGradientsReading) -> dict[str, float]:
         """Jitter of the norms over the ranks, and the most unusual rank."""
         found = {"rank_gradient_norm_jitter": reading.jitter}
-        if self.worst is not None:
-            found["rank_gradient_worst_rank"] = float(self.worst.rank)
-            found["rank_gradient_worst_in_standard_errors"] = self.worst.unusual
+        if (worst := self._shifts.worst) is not None:
+            found["rank_gradient_worst_rank"] = float(worst.rank)
+            found["rank_gradient_worst_in_standard_errors"] = worst.unusual
         return found
 
 

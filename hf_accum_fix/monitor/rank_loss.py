@@ -17,32 +17,37 @@ import math
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.loss import LossReading, Moments
+from hf_accum_fix.monitor.thresholds import (
+    COMPARED,
+    FEWEST_MICRO_BATCHES,
+    LOSS_TOLERANCE,
+    LOSS_TOLERANCE_OF_FIRST,
+    SAME_IN_A_ROW,
+)
 
 LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its precision or device"
-#: Difference, as a share of the mean loss, that nobody would act upon; the same at the first mean loss: it grows with
-#: the square of that loss over the present one, since losses of memorised data differ by any factor.
-_TOLERANCE, _TOLERANCE_OF_FIRST = 0.01, 0.001
 
 
 class RankLoss:
     """Judge, reading by reading, whether a rank's loss has shifted against the others' for good.
 
-    A single odd reading is no alarm (`Shifts`), nor is a difference such as the other ranks have too (`Spread`).
-    Readings of fewer than ``micro_batches`` a rank are put together until there are enough, because a deviation can
-    only be judged by its noise.
+    A single odd reading is no alarm, nor is a difference such as the other ranks have too (`Shifts`). Readings of
+    fewer than ``micro_batches`` a rank are put together until there are enough, because a deviation can only be judged
+    by its noise.
 
     Args:
         micro_batches: a rank's least number of micro-batches in a judgement.
-
-    Attributes:
-        worst: the most unusual rank of the last judgement; None before the first.
     """
 
-    def __init__(self, micro_batches: int = 8) -> None:
+    def __init__(self, micro_batches: int = FEWEST_MICRO_BATCHES) -> None:
         self._shifts, self._micro_batches = Shifts(), micro_batches
         self._carried: tuple[Moments, ...] = ()
         self._same, self._first = 0, 0.0
-        self.worst: Deviation | None = None
+
+    @property
+    def worst(self) -> Deviation | None:
+        """The most unusual rank of the last judgement; None before the first."""
+        return self._shifts.worst
 
     def judge(self, reading: LossReading) -> Alarm | None:
         """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
@@ -50,19 +55,7 @@ class RankLoss:
         broken = [rank for rank in measured if not math.isfinite(reading.ranks[rank].loss + reading.ranks[rank].items)]
         if broken:
             self._carried = ()
-            others = [rank for rank in measured if rank not in broken]
-            if others:
-                return Alarm(
-                    f"rank-loss-not-finite-{broken[0]}",
-                    f"the loss of rank {_listed(broken)} is not finite, that of rank {_listed(others)} is; "
-                    "look at its data (an empty micro-batch, an outlier) and its precision",
-                )
-            words = "the loss is not finite"
-            if len(reading.ranks) > len(broken):
-                words += f" on rank {_listed(broken)}, and the other ranks report none"
-            elif len(broken) > 1:
-                words += " on any rank"
-            return Alarm("loss-not-finite", f"{words}; look at the learning rate and the precision")
+            return _not_finite(broken, [rank for rank in measured if rank not in broken], len(reading.ranks))
         if len(reading.ranks) < 2:
             return None
         self._carried = (
@@ -87,8 +80,7 @@ class RankLoss:
             groups.setdefault((its.items, float(f"{its.loss:.5e}"), float(f"{its.loss_squared:.5e}")), []).append(rank)
         same = max(groups.values(), key=len, default=[])
         self._same = self._same + 1 if len(same) > 1 else 0
-        # Twice in a row, to rule out coincidence.
-        if self._same < 2:
+        if self._same < SAME_IN_A_ROW:
             return None
         return Alarm(
             "ranks-see-the-same-data",
@@ -101,22 +93,33 @@ class RankLoss:
         self._first = self._first or mean
         if not mean:
             return None
-        tolerance = max(_TOLERANCE, _TOLERANCE_OF_FIRST * (self._first / mean) ** 2)
+        tolerance = max(LOSS_TOLERANCE, LOSS_TOLERANCE_OF_FIRST * (self._first / mean) ** 2)
         found = deviations(moments, measured, tolerance * mean)
-        if not found:
-            return None
-        named = self._shifts.add(found, len(moments))
-        self.worst = self._shifts.worst
+        named = self._shifts.add(found) if found else None
         if named is None:
             return None
         its = moments[named.rank]
         return Alarm(
             f"rank-loss-{named.rank}",
-            f"rank {named.rank}: mean loss {its.mean:.4g} over its last {its.items:,.0f} items, "
-            f"{abs(named.difference):.4g} {'above' if named.difference > 0 else 'below'} the others', "
-            f"{abs(named.unusual):.1f} standard errors and not for the first time"
-            f"{OF_TWO if len(measured) == 2 else ''}; {LOOK_AT}",
+            f"rank {named.rank}: mean loss {its.mean:.4g} over its last {its.items:,.0f} items; over the last "
+            f"{COMPARED} logs {abs(named.difference):.4g} {'above' if named.difference > 0 else 'below'} the others', "
+            f"{abs(named.unusual):.1f} standard errors{OF_TWO if len(measured) == 2 else ''}; {LOOK_AT}",
         )
+
+
+def _not_finite(broken: list[int], others: list[int], ranks: int) -> Alarm:
+    if others:
+        return Alarm(
+            f"rank-loss-not-finite-{broken[0]}",
+            f"the loss of rank {_listed(broken)} is not finite, that of rank {_listed(others)} is; "
+            "look at its data (an empty micro-batch, an outlier) and its precision",
+        )
+    words = "the loss is not finite"
+    if ranks > len(broken):
+        words += f" on rank {_listed(broken)}, and the other ranks report none"
+    elif len(broken) > 1:
+        words += " on any rank"
+    return Alarm("loss-not-finite", f"{words}; look at the learning rate and the precision")
 
 
 def deviations(moments: tuple[Moments, ...], measured: list[int], tolerance: float = 0.0) -> list[Deviation]:

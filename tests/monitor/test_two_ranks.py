@@ -10,15 +10,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -31,7 +28,6 @@ from hf_accum_fix.monitor import (
     Replicas,
     all_callbacks,
     check_batch_norm,
-    compare_buffers,
 )
 from tests.monitor.quadratic import Quadratic, closed_form, micro_batches
 from tests.ranks import on_ranks
@@ -51,51 +47,6 @@ def batches(steps: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(steps):
         labels = torch.randint(10, (size,), generator=draw)
         yield centres[labels] + 2.0 * torch.randn(size, 64, generator=draw), labels
-
-
-def loss_curves(rank: int) -> dict[str, Any]:
-    """Two ranks and one process over the same global batches: what a log of one batch in ten shows, and the meter."""
-    curves: dict[str, list[float]] = {}
-    errors = []
-    for name, ranks in (("two ranks", 2), ("one process", 1)):
-        model = classifier()
-        wrapped = DistributedDataParallel(model) if ranks == 2 else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        meter = LossMeter() if ranks == 2 else LossMeter(Alone())
-        for step, (points, labels) in enumerate(batches(STEPS, RANK_BATCH * 2), start=1):
-            mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH) if ranks == 2 else slice(None)
-            loss = cross_entropy(wrapped(points[mine]), labels[mine])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            meter.update(loss, items=len(labels[mine]))
-            if step % EVERY == 0:
-                reading = meter.read()
-                curves.setdefault(f"{name}, every micro-batch", []).append(reading.mean)
-                errors.append(reading.standard_error)
-                sampled = loss.detach().clone()
-                curves.setdefault(f"{name}, one rank's last batch", []).append(float(sampled))
-                if ranks == 2:
-                    dist.all_reduce(sampled)
-                    curves.setdefault("two ranks, last batch", []).append(float(sampled) / 2)
-    # Half the mean square of successive differences: the variance without the trend (von Neumann et al. 1941).
-    settled = {name: curve[len(curve) // 3 :] for name, curve in curves.items()}
-    noise = {name: fmean((b - a) ** 2 for a, b in pairwise(curve)) / 2 for name, curve in settled.items()}
-    ours, one = curves["two ranks, every micro-batch"], curves["one process, every micro-batch"]
-    return {
-        "variance": noise,
-        "apart": max(abs(a - b) / b for a, b in zip(ours, one, strict=True)),
-        "standard_error": errors[len(ours) - 1],
-    }
-
-
-class Alone:
-    """The protocol, plugged in: one rank."""
-
-    rank, size = 0, 1
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
 
 
 class Counted:
@@ -192,29 +143,6 @@ def noise_scale(rank: int) -> dict[str, Any]:
     return {"scale": reading.scale, "closed_form": closed_form(), "items": reading.items, "error": reading.error}
 
 
-def planted_gradient(rank: int) -> dict[str, Any]:
-    """Rank 1 forgets to divide its loss by eight; beside a healthy run."""
-    told = {}
-    for factor in (1.0, 8.0):
-        model = classifier()
-        wrapped = DistributedDataParallel(model)
-        gradients = RankGradients()
-        gradients.attach(wrapped)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        alarms = []
-        for step, (points, labels) in enumerate(batches(400, RANK_BATCH * 2), start=1):
-            mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH)
-            loss = cross_entropy(wrapped(points[mine]), labels[mine]) * (factor if rank == 1 else 1.0)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % EVERY == 0:
-                alarm = gradients.judge(gradients.read())
-                alarms += [] if alarm is None else [alarm.message]
-        told[f"times {factor:g}"] = alarms
-    return told
-
-
 def replicas_in_step(rank: int) -> dict[str, Any]:
     """Healthy training with dropout that differs by rank, and three faults."""
     found: dict[str, Any] = {}
@@ -269,13 +197,6 @@ def replicas_in_step(rank: int) -> dict[str, Any]:
     return found
 
 
-def other_shapes(rank: int) -> dict[str, Any]:
-    """Stages of a pipeline: as many tensors, of other shapes, which gloo cannot add up."""
-    model = nn.Sequential(nn.Linear(3, 4 + rank), nn.BatchNorm1d(4 + rank))
-    alarm = Replicas(model).check()
-    return {"replicas": alarm and alarm.kind, "buffers": compare_buffers(model)}
-
-
 def copying_converter(module: nn.Module) -> nn.Module:
     """A converter that copies: what apex's and older ones do, with a layer that runs on a CPU."""
     result = module
@@ -315,36 +236,6 @@ def batch_norm(rank: int) -> dict[str, Any]:
             "gradients_averaged": len(set(gather(float(layer.weight.grad.sum())))) == 1,
         }
     return found
-
-
-def pipeline(rank: int) -> dict[str, Any]:
-    """1F1B over two stages: only the last knows the loss, and rank 0 logs it."""
-    torch.manual_seed(0)
-    stages = nn.ModuleList([nn.Sequential(nn.Linear(64, 32), nn.ReLU()), nn.Linear(32, 10)])
-    whole = copy.deepcopy(nn.Sequential(*stages))
-    stage = PipelineStage(stages[rank], rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=cross_entropy)
-    meter = LossMeter()
-    sentinel, expected = [], []
-    for points, labels in batches(3, 32):
-        losses: list[Tensor] = []
-        if rank == 0:
-            schedule.step(points)
-        else:
-            schedule.step(target=labels, losses=losses)
-        for loss in losses:
-            meter.update(loss, items=8)
-        sentinel.append(float(torch.stack(losses).mean()) if losses else -1.0)
-        with torch.no_grad():
-            expected.append(float(cross_entropy(whole(points), labels)))
-    reading = meter.read()
-    return {
-        "mean": gather(reading.mean),
-        "expected": sum(expected) / len(expected),
-        "with_a_loss": [bool(moments.items) for moments in reading.ranks],
-        "micro_batches": reading.total.micro_batches,
-        "average_over_sentinels": sum(gather(sum(sentinel) / len(sentinel))) / 2,
-    }
 
 
 def trainer(rank: int) -> dict[str, Any]:
@@ -414,8 +305,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 CHECKS = (
-    loss_curves, uneven_readings, gradients_before_reduction, noise_scale, planted_gradient, replicas_in_step,
-    other_shapes, batch_norm, pipeline, trainer,
+    uneven_readings, gradients_before_reduction, noise_scale, replicas_in_step, batch_norm, trainer,
 )  # fmt: skip
 
 
@@ -431,20 +321,6 @@ def found() -> dict[str, list[Any]]:
     """What each check found, on rank 0 and on rank 1."""
     one, other = on_ranks(found_on_rank)
     return {name: [one[name], other[name]] for name in one}
-
-
-def test_the_curve_of_every_micro_batch_is_that_of_one_process(found: dict[str, Any], record_property: Any) -> None:
-    """The sparse curve oscillates, ours is as smooth as one process's: the figures of the README."""
-    its = found["loss_curves"][0]
-    variance = its["variance"]
-    record_property("variance", variance)
-    ours = variance["two ranks, every micro-batch"]
-    assert its["apart"] < 1e-5
-    assert ours == pytest.approx(variance["one process, every micro-batch"], rel=1e-3)
-    # One batch in ten: ten times the variance, give or take what 40 logs tell; one rank's half batch: twice that.
-    assert 4 < variance["two ranks, last batch"] / ours < 25
-    assert 6 < variance["two ranks, one rank's last batch"] / ours < 50
-    assert 0.25 < its["standard_error"] ** 2 / ours < 4
 
 
 def test_readings_are_the_same_on_every_rank_and_weigh_items(found: dict[str, Any]) -> None:
@@ -471,13 +347,6 @@ def test_the_noise_scale_over_two_ranks_is_the_closed_form(found: dict[str, Any]
         assert its["scale"] == pytest.approx(its["closed_form"], rel=0.05)
         assert its["items"] == 121 and 0.001 < its["error"] < 0.02
     assert found["noise_scale"][0] == found["noise_scale"][1]
-
-
-def test_a_rank_that_scales_its_loss_is_named(found: dict[str, Any]) -> None:
-    its = found["planted_gradient"][0]
-    assert its["times 1"] == []
-    assert its["times 8"][0].startswith("rank 1: its gradient before the reduction is ")
-    assert found["planted_gradient"][1] == its
 
 
 def test_replicas_in_step_are_left_alone(found: dict[str, Any]) -> None:
@@ -511,11 +380,6 @@ def test_a_rank_that_has_not_stepped_is_told(found: dict[str, Any]) -> None:
     assert "the ranks hold [24, 21] tensors" in found["replicas_in_step"][0]["state missing on one rank"]
 
 
-def test_ranks_that_hold_other_shapes_train_on(found: dict[str, Any]) -> None:
-    for its in found["other_shapes"]:
-        assert its["replicas"] == "replicas-not-alike" and its["buffers"] is None
-
-
 def test_a_model_converted_after_wrapping_leaves_stale_parameters(found: dict[str, Any]) -> None:
     for its in found["batch_norm"]:
         after, before = its["after"], its["before"]
@@ -531,14 +395,6 @@ def test_statistics_of_a_cut_batch_and_of_single_ranks_are_told(found: dict[str,
     assert its["kinds"] == ["batch-norm-accumulation"]
     assert "16 samples, while an optimizer step has 128" in its["told"][0]
     assert found["batch_norm"][1]["before"]["kinds"] == its["kinds"]
-
-
-def test_the_last_pipeline_stage_tells_every_rank_its_loss(found: dict[str, Any]) -> None:
-    for its in found["pipeline"]:
-        assert its["mean"] == pytest.approx([its["expected"]] * 2, rel=1e-6)
-        assert its["with_a_loss"] == [False, True] and its["micro_batches"] == 12
-        # What averages over a sentinel shows something else altogether.
-        assert abs(its["average_over_sentinels"] - its["expected"]) > 1
 
 
 def test_the_trainer_logs_every_monitor_beside_its_loss(found: dict[str, Any]) -> None:

@@ -10,8 +10,9 @@ import numpy
 import pytest
 
 from hf_accum_fix.cli import main
-from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.run_logs import read_runs
 from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.series import LogsError, Run, Series
 from hf_accum_fix.monitor.watch import findings, look, within
 
 
@@ -45,6 +46,15 @@ def swinging() -> Run:
 
 
 FOUND = {
+    "nan": (a_run([*falling(40), *[math.nan] * 20]), "20 logged losses are not finite, the first at step 410"),
+    "diverges": (a_run([*falling(60)[:45], *[1.0 + 0.4 * k for k in range(15)]]), "diverges"),
+    "no loss": (a_run([-1.0] * 60), "all 60 losses are -1"),
+    "two of no loss": (a_run([*falling(30), -1.0, -1.0]), "2 of 32 losses are -1"),
+    "a mean over stages": (a_run([(its - 1) / 2 for its in falling(60)]), "below zero"),
+    "four times a guess": (
+        a_run([4 * its for its in falling(60)], **{"hf_accum_fix/loss_of_a_guess": [2.4] * 60}), "times the loss of a g"
+    ),
+    "an alarm": (a_run(falling(60), **{"hf_accum_fix/memory_alarms": [0.0] * 50 + [1.0] * 10}), "memory: 1 alarm, the"),
     "a nan that a Trainer logs as 0": (a_run([*falling(40), *[0.0] * 6]), "6 logged losses are exactly 0"),
     "all losses 0": (a_run([0.0] * 12), "12 logged losses are exactly 0"),
     "a swing at a steady rate": (swinging(), "the loss swings by"),
@@ -120,27 +130,6 @@ def test_what_could_not_be_compared_is_said_and_exits_3(tmp_path: Path, capsys: 
     assert "could not compare: b/log.jsonl against a/log.jsonl: " in capsys.readouterr().out
 
 
-def test_a_broken_run_of_a_sweep_is_named_and_the_others_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in "abc":
-        written(tmp_path / name, falling(40, seed=ord(name)))
-    (tmp_path / "b" / "log.jsonl").write_text("not json\n")
-    assert main(["watch", str(tmp_path), "--no-picture"]) == 3
-    printed = capsys.readouterr().out
-    assert "c/log.jsonl against a/log.jsonl: " in printed and "at 40 equal steps" in " ".join(printed.split())
-    assert "could not read" in printed and str(tmp_path / "b" / "log.jsonl") in "".join(printed.split())
-    with pytest.raises(LogsError, match=r"log\.jsonl"):
-        read_runs(tmp_path)
-
-
-def test_columns_that_were_found_are_named(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("step,Verlust,lr\n1,2,3\n")
-    for place in (tmp_path, tmp_path / "x.csv"):
-        with pytest.raises(LogsError, match=r"columns found: Verlust, learning_rate, lr"):
-            read_runs(place)
-
-
 # ---- what people have ------------------------------------------------------------------------------------------------
 
 
@@ -157,16 +146,6 @@ def test_timms_accuracies_are_read_in_percent(tmp_path: Path) -> None:
     assert look(read_runs(tmp_path)).findings == ()
 
 
-def test_a_chart_exported_by_wandb_is_its_runs(tmp_path: Path) -> None:
-    columns = [f"{run} - train/loss{kind}" for run in ("run - one", "two") for kind in ("", "__MIN", "__MAX")]
-    lines = [",".join(f'"{its}"' for its in ["Step", *columns])]
-    lines += [f"{step},{2 / step},0,9,{3 / step},0,9" for step in range(1, 13)]
-    (tmp_path / "chart.csv").write_text("\n".join(lines) + "\n")
-    one, two = read_runs(tmp_path)
-    assert one.name.endswith("chart.csv: run - one") and two.name.endswith("chart.csv: two")
-    assert one.series["loss"].values[:2] == (2.0, 1.0) and two.series["loss"].steps == tuple(range(1, 13))
-
-
 def test_steps_that_go_down_or_back_are_put_in_order(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(falling(60), start=1)]
     (tmp_path / "down.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
@@ -176,11 +155,6 @@ def test_steps_that_go_down_or_back_are_put_in_order(tmp_path: Path) -> None:
     (tmp_path / "back.jsonl").write_text("".join(json.dumps(row) + "\n" for row in resumed))
     (run,) = read_runs(tmp_path / "back.jsonl")
     assert run.series["loss"].values[29:32] == (9.0, rows[30]["loss"], rows[31]["loss"])
-
-
-def test_the_learning_rate_is_told_once() -> None:
-    words = look([a_run(falling(20), learning_rate=[1e-3] * 20)]).words
-    assert words.count("learning rate") == 1
 
 
 # ---- one bad file hides nothing --------------------------------------------------------------------------------------
@@ -211,15 +185,6 @@ def test_a_folder_of_events_that_cannot_be_read_hides_no_other(tmp_path: Path) -
     (tmp_path / "a" / "events.out.tfevents.9").mkdir()
     unread: list[str] = []
     assert len(read_runs(tmp_path, unread)) == 1 and "no regular file" in unread[0]
-
-
-@pytest.mark.parametrize(("last", "code"), [(math.nan, 1), (0.5, 3)])
-def test_a_picture_that_cannot_be_written_hides_no_finding(
-    last: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = written(tmp_path, [*falling(20), last])
-    assert main(["watch", str(folder), "--output", str(tmp_path / "nowhere" / "x.png")]) == code
-    assert "no picture:" in capsys.readouterr().err
 
 
 HUGE = {

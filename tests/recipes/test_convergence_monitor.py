@@ -34,7 +34,7 @@ FAULTS = {
     "batch-norm": (60, "batch-norm-stale-parameters"),
     "leak": (300, "memory-grows-1"),
     "spike": (200, "gradient-norm-spike"),
-    "lag": (120, "rank-lags-1"),
+    "lag": (400, "rank-lags-1"),
 }
 
 
