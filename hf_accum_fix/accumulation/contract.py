@@ -93,7 +93,7 @@ def router_loss(outputs: Any, name: str) -> Tensor | None:
     """
     parts = outputs.items() if isinstance(outputs, Mapping) else ()
     tensors = [part for key, part in parts if f"_{key}".endswith(f"_{name}") and isinstance(part, Tensor)]
-    return torch.stack([part.to(tensors[0]) for part in tensors]).sum() if tensors else None
+    return sum((part.to(tensors[0]) for part in tensors[1:]), start=tensors[0]) if tensors else None
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class _Plan:
         # Where nothing has shown yet how it is scaled, a trainer that names the steps may do that by itself.
         takes_number = depends or scale is not None if found.conclusive else bool(self.setting.own_steps)
         # Averaging a sum would be further off than a Trainer that adds it up.
-        takes_number |= found.grows
+        takes_number |= found.grows and not found.coupled
         found = found.of_two_fates(takes_number=takes_number and self.setting.has_stock)
         if found.items is None and found.hands_number:
             # Its number counts as upstream's does.

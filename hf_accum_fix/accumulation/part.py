@@ -120,9 +120,11 @@ class Part:
             return torch.zeros(2, dtype=count_dtype(self.device), device=self.device)
         place = next(iter(self.counts))
         counts, spec = self._stacked(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
-        # A copy of a micro-batch may have other targets than were counted.
+        # A copy of a micro-batch may have other targets than were counted; one that has other terms is none of these.
         planned = self.own.get(place, spec.scaled(self.own.get(spec.rule)))
-        return counts if planned is None else torch.stack([counts[0], planned])
+        if planned is None or len(self.counts[place]) < self.micro_batches:
+            return counts
+        return torch.stack([counts[0], planned])
 
     def broken(self) -> Tensor | None:
         """Whether terms divided by other items than planned, 0-dim on the device; None: one count, or none."""
