@@ -77,30 +77,24 @@ class ZeroWeightBatch(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Items:
-    """A rule that counts the items of a micro-batch from its inputs.
+    """A rule that counts the items of a micro-batch from its inputs."""
 
-    Attributes:
-        keys: the inputs that hold the targets; the first is counted. Empty: the items are the samples.
-        ignore_index: value of a position that is no target (0 in a mask); None: every element is a target.
-        shift: the loss drops position 0 of the last axis, as causal heads do.
-        mask: an input of the same shape whose zeros are no targets either (LLaVA's attention mask up to 4.51).
-        width_of: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering
-            clamps answers outside the text to that width and ignores it).
-        entry: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or
-            of what they hold under this name (the boxes of an image). None: the input is a tensor.
-        block: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones;
-            (2, 3), the reference texts after both. None: all rows.
-        mix: the items are a weighted sum of other counts (boxes, and queries without one).
-    """
-
-    keys: tuple[str, ...] = ()
-    ignore_index: int | None = -100
-    shift: bool = False
-    mask: str | None = None
+    keys: tuple[
+        str, ...
+    ] = ()  # the inputs that hold the targets; the first is counted. Empty: the items are the samples
+    ignore_index: int | None = -100  # of a position that is no target (0 in a mask); None: every element is a target
+    shift: bool = False  # the loss drops position 0 of the last axis, as causal heads do
+    mask: str | None = None  # an input whose zeros are no targets either (LLaVA's attention mask up to 4.51)
+    #: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering clamps answers
+    #: outside the text to that width and ignores it).
     width_of: str | None = None
+    #: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or of what
+    #: they hold under this name (the boxes of an image). None: the input is a tensor.
     entry: str | None = None
+    #: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones; (2, 3),
+    #: the reference texts after both. None: all rows.
     block: tuple[int, int] | None = None
-    mix: tuple[tuple[float, Items], ...] = ()
+    mix: tuple[tuple[float, Items], ...] = ()  # a weighted sum of other counts (boxes, and queries without one)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.keys, tuple) and all(isinstance(key, str) for key in self.keys)):
@@ -224,9 +218,7 @@ def count_by_rules(
     each: list[Counts] = [{} for _ in window]
     totals, dtype = list[Tensor](), count_dtype(device)
     for rule in rules:
-        counted = [
-            rule.count(inputs, device) if several_ranks or rule.has_targets(inputs) else None for inputs in window
-        ]
+        counted = [rule.count(its, device) if several_ranks or rule.has_targets(its) else None for its in window]
         known = [count for count in counted if count is not None]
         if len(known) < len(counted):
             mean = torch.stack(known).mean() if known else torch.ones((), dtype=dtype, device=device)
@@ -249,6 +241,4 @@ def scale_mean(loss: Tensor, ratio: Tensor | float, router: Tensor | None = None
     """
     if isinstance(ratio, Tensor):
         ratio = ratio.to(device=loss.device, dtype=torch.promote_types(loss.dtype, torch.float32))
-    if router is None:
-        return loss * ratio
-    return (loss - router) * ratio + router
+    return loss * ratio if router is None else (loss - router) * ratio + router

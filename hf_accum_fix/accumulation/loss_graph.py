@@ -134,16 +134,18 @@ def read(loss: Tensor, stops: Collection[Any] = (), *, deep: bool = False) -> li
         elif (steps := nodes.steps(node, output, does)) is None:
             found.append(_unread(way, node, node))
         else:
-            (top, factors, above, added), splits = way, does == "add"
-            # Else the other summand has no gradient.
-            added = added or (splits and len(steps) == 1)
-            # A node with several outputs is shared.
-            splits = splits or nodes.has_several_outputs(node)
+            top, factors, above, added = way
+            # With one summand alone the other has no gradient; a node with several outputs is shared.
+            added, splits = (
+                added or (does == "add" and len(steps) == 1),
+                does == "add" or nodes.has_several_outputs(node),
+            )
             for edge, its in reversed(steps):
                 below = factors + its
                 pending.append((edge, (edge[0], below, len(below), added) if splits else (top, below, above, added)))
-    many = Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)
-    return found if len(found) <= _MOST_TERMS else [many]
+    if len(found) > _MOST_TERMS:
+        return [Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)]
+    return found
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:
@@ -183,15 +185,13 @@ def _reduced(node: Any, does: str, way: _Way, *, deep: bool) -> tuple[list[Term]
         # What was not saved tells.
         with suppress(NotSavedError):
             rows = _rows(edge, math.prod(shape_of(edge[0])))
-    numbers = list[tuple[Edge, _Way]]()
+    (top, factors, above, added), numbers = way, list[tuple[Edge, _Way]]()
     if does == "mean" and nodes.adds_a_number(edge[0]):
         # mean(x + number) = mean(x) + number
-        _, factors, _, added = way
         parts = [(each, (each[0], factors + its, len(factors + its), added)) for each, its in nodes.summands(edge[0])]
-        [(edge, way), *numbers] = sorted(parts, key=lambda part: shape_of(part[0][0]) == ())
+        [(edge, (top, factors, above, _)), *numbers] = sorted(parts, key=lambda part: shape_of(part[0][0]) == ())
     inner = tuple(_inner(edge)) if deep and does != "loss" else ()
     own = nodes.own_divisor(node, does, edge[0])
-    top, factors, above, added = way
     term = Term(top, factors + inner + own, above, added, type(node).__name__, node, True, rows, bool(own), len(inner))
     return [term], numbers
 
@@ -215,7 +215,7 @@ def _rows(edge: Edge, size: int) -> int:
     counted = list[int]()
     for each, its in nodes.steps(node, output, does) or ():
         weights = its[0].value.numel() if its and isinstance(its[0].value, Tensor) else 1
-        fits = nodes.kind_of(node) != "Where" and (weights == 1 or (weights == size and not its[0].learnt))
+        fits = weights == 1 or (weights == size and not its[0].learnt)
         counted.append(_rows(each, size) if fits else 0)
     return sum(counted) if all(counted) else 0
 
