@@ -28,11 +28,8 @@ def sample_count(inputs: Mapping[str, Any]) -> int:
         ContractError: if no input has a leading dimension.
     """
     for key in (*(key for key in _SAMPLE_KEYS if key in inputs), *inputs):
-        value = inputs[key]
-        if getattr(value, "ndim", 0) > 0:
-            return int(value.shape[0])
-        if isinstance(value, (list, tuple)):
-            return len(value)
+        if has_rows(inputs[key]):
+            return len(inputs[key])
     for value in inputs.values():
         if isinstance(value, Mapping) and value:
             return sample_count(value)
@@ -176,10 +173,6 @@ class Items:
             positions = torch.arange(result[key].numel(), device=counted.device).view_as(result[key])
             result[key] = result[key].masked_fill((positions == place) & count.logical_not(), target)
         return result
-
-    def divisor(self, count: Tensor) -> Tensor:
-        """What a mean over ``count`` items divides by: at least 1 in heads with lists of targets."""
-        return count if self.entry is None else count.clamp(min=1.0)
 
     def __str__(self) -> str:
         if self.mix:
