@@ -162,7 +162,7 @@ def ignored_index(term: Term) -> int | None:
 
 
 #: The way from a loss down: `Term.top`, `Term.factors`, `Term.above` and `Term.added` so far.
-_Way: TypeAlias = "tuple[Any, tuple[Factor, ...], int, bool]"
+_Way: TypeAlias = tuple[Any, tuple[Factor, ...], int, bool]
 
 
 def _unread(way: _Way, leaf: Any, hides: Any) -> Term:
