@@ -31,17 +31,7 @@ _MOST_ABOVE = 16
 
 @dataclass(frozen=True)
 class Term:
-    """One reduction inside a loss.
-
-    A look keeps numbers alone, without nodes:
-        value: its part of the loss; None: unknown.
-        router: the name of the router loss that it is.
-        ignored: the label that is no target of a cross entropy; None: it is none.
-        targets: the weight of a cross entropy's targets; 0.0: unknown.
-        named: the rules whose targets the leaf has saved.
-        by_classes: it is a mean over the class weights of its targets.
-        sorts, weighs, layered: its elements are sorted; they have weights; they pass layers.
-    """
+    """One reduction inside a loss, with its nodes; or without them and as numbers, with more that a look has seen."""
 
     top: Any  # the highest node that belongs to this term alone; a hook there weights the whole term
     factors: tuple[Factor, ...]  # from the loss down; the leaf's own divisor is the last
@@ -54,15 +44,15 @@ class Term:
     divides: bool = False  # the last factor is the leaf's own divisor
     within: int = 0  # number of factors inside the leaf's sum
     learnt: bool = False  # the leaf is a function of single parameters
-    value: float | None = None
-    router: str = ""
-    ignored: int | None = None
-    targets: float = 0.0
-    named: tuple[Items, ...] = ()
-    by_classes: bool = False
-    sorts: bool = False
-    weighs: bool = False
-    layered: bool = False
+    value: float | None = None  # in a look, as all below: its part of the loss; None: unknown
+    router: str = ""  # the name of the router loss that it is
+    ignored: int | None = None  # the label that is no target of a cross entropy; None: it is none
+    targets: float = 0.0  # the weight of a cross entropy's targets; 0.0: unknown
+    named: tuple[Items, ...] = ()  # the rules whose targets the leaf has saved
+    by_classes: bool = False  # it is a mean over the class weights of its targets
+    sorts: bool = False  # its elements are sorted
+    weighs: bool = False  # its elements have weights
+    layered: bool = False  # its elements pass layers
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
