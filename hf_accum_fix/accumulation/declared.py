@@ -65,30 +65,24 @@ def products_are_rounded(model: nn.Module) -> bool:
     in_tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     half = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
-    # Before torch 2.4 is_autocast_enabled takes no device and asks for CUDA.
-    by_device = hasattr(torch, "get_autocast_dtype")
-    autocast = (
-        torch.is_autocast_enabled(device)
-        if by_device
-        else torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
-    )
+    # Before torch 2.4 it takes no device and asks for CUDA.
+    asked = (device,) if hasattr(torch, "get_autocast_dtype") else ()
+    autocast = torch.is_autocast_enabled(*asked) or (not asked and torch.is_autocast_cpu_enabled())
     return bool(in_tf32) or half or autocast
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model, or a part of it, is compiled."""
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+    compiled = (hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
+    return any(map(bool, compiled))
 
 
 def holds_shards(model: nn.Module) -> bool:
     """Whether an engine (FSDP, DeepSpeed, tensor parallelism) shards the parameters."""
-    engines = ("torch.distributed.fsdp", "deepspeed")
-    return any(
-        hasattr(parameter, "to_local") or hasattr(parameter, "ds_id") for parameter in model.parameters()
-    ) or any(base.__module__.startswith(engines) for module in model.modules() for base in type(module).__mro__)
+    if any(hasattr(each, "to_local") or hasattr(each, "ds_id") for each in model.parameters()):
+        return True
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    return any(base.__module__.startswith(("torch.distributed.fsdp", "deepspeed")) for base in bases)
 
 
 def _innermost(model: nn.Module) -> nn.Module:

@@ -28,11 +28,8 @@ def sample_count(inputs: Mapping[str, Any]) -> int:
         ContractError: if no input has a leading dimension.
     """
     for key in (*(key for key in _SAMPLE_KEYS if key in inputs), *inputs):
-        value = inputs[key]
-        if getattr(value, "ndim", 0) > 0:
-            return int(value.shape[0])
-        if isinstance(value, (list, tuple)):
-            return len(value)
+        if has_rows(inputs[key]):
+            return len(inputs[key])
     for value in inputs.values():
         if isinstance(value, Mapping) and value:
             return sample_count(value)
@@ -77,30 +74,24 @@ class ZeroWeightBatch(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Items:
-    """A rule that counts the items of a micro-batch from its inputs.
+    """A rule that counts the items of a micro-batch from its inputs."""
 
-    Attributes:
-        keys: the inputs that hold the targets; the first is counted. Empty: the items are the samples.
-        ignore_index: value of a position that is no target (0 in a mask); None: every element is a target.
-        shift: the loss drops position 0 of the last axis, as causal heads do.
-        mask: an input of the same shape whose zeros are no targets either (LLaVA's attention mask up to 4.51).
-        width_of: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering
-            clamps answers outside the text to that width and ignores it).
-        entry: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or
-            of what they hold under this name (the boxes of an image). None: the input is a tensor.
-        block: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones;
-            (2, 3), the reference texts after both. None: all rows.
-        mix: the items are a weighted sum of other counts (boxes, and queries without one).
-    """
-
-    keys: tuple[str, ...] = ()
-    ignore_index: int | None = -100
-    shift: bool = False
-    mask: str | None = None
+    keys: tuple[
+        str, ...
+    ] = ()  # the inputs that hold the targets; the first is counted. Empty: the items are the samples
+    ignore_index: int | None = -100  # of a position that is no target (0 in a mask); None: every element is a target
+    shift: bool = False  # the loss drops position 0 of the last axis, as causal heads do
+    mask: str | None = None  # an input whose zeros are no targets either (LLaVA's attention mask up to 4.51)
+    #: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering clamps answers
+    #: outside the text to that width and ignores it).
     width_of: str | None = None
+    #: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or of what
+    #: they hold under this name (the boxes of an image). None: the input is a tensor.
     entry: str | None = None
+    #: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones; (2, 3),
+    #: the reference texts after both. None: all rows.
     block: tuple[int, int] | None = None
-    mix: tuple[tuple[float, Items], ...] = ()
+    mix: tuple[tuple[float, Items], ...] = ()  # a weighted sum of other counts (boxes, and queries without one)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.keys, tuple) and all(isinstance(key, str) for key in self.keys)):
@@ -183,10 +174,6 @@ class Items:
             result[key] = result[key].masked_fill((positions == place) & count.logical_not(), target)
         return result
 
-    def divisor(self, count: Tensor) -> Tensor:
-        """What a mean over ``count`` items divides by: at least 1 in heads with lists of targets."""
-        return count if self.entry is None else count.clamp(min=1.0)
-
     def __str__(self) -> str:
         if self.mix:
             return " + ".join(f"{factor:.4g} x {rule}" for factor, rule in self.mix)
@@ -224,9 +211,7 @@ def count_by_rules(
     each: list[Counts] = [{} for _ in window]
     totals, dtype = list[Tensor](), count_dtype(device)
     for rule in rules:
-        counted = [
-            rule.count(inputs, device) if several_ranks or rule.has_targets(inputs) else None for inputs in window
-        ]
+        counted = [rule.count(its, device) if several_ranks or rule.has_targets(its) else None for its in window]
         known = [count for count in counted if count is not None]
         if len(known) < len(counted):
             mean = torch.stack(known).mean() if known else torch.ones((), dtype=dtype, device=device)
@@ -249,6 +234,4 @@ def scale_mean(loss: Tensor, ratio: Tensor | float, router: Tensor | None = None
     """
     if isinstance(ratio, Tensor):
         ratio = ratio.to(device=loss.device, dtype=torch.promote_types(loss.dtype, torch.float32))
-    if router is None:
-        return loss * ratio
-    return (loss - router) * ratio + router
+    return loss * ratio if router is None else (loss - router) * ratio + router

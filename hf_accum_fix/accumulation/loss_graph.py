@@ -31,17 +31,7 @@ _MOST_ABOVE = 16
 
 @dataclass(frozen=True)
 class Term:
-    """One reduction inside a loss.
-
-    A look keeps numbers alone, without nodes:
-        value: its part of the loss; None: unknown.
-        router: the name of the router loss that it is.
-        ignored: the label that is no target of a cross entropy; None: it is none.
-        targets: the weight of a cross entropy's targets; 0.0: unknown.
-        named: the rules whose targets the leaf has saved.
-        by_classes: it is a mean over the class weights of its targets.
-        sorts, weighs, layered: its elements are sorted; they have weights; they pass layers.
-    """
+    """One reduction inside a loss, with its nodes; or without them and as numbers, with more that a look has seen."""
 
     top: Any  # the highest node that belongs to this term alone; a hook there weights the whole term
     factors: tuple[Factor, ...]  # from the loss down; the leaf's own divisor is the last
@@ -54,15 +44,15 @@ class Term:
     divides: bool = False  # the last factor is the leaf's own divisor
     within: int = 0  # number of factors inside the leaf's sum
     learnt: bool = False  # the leaf is a function of single parameters
-    value: float | None = None
-    router: str = ""
-    ignored: int | None = None
-    targets: float = 0.0
-    named: tuple[Items, ...] = ()
-    by_classes: bool = False
-    sorts: bool = False
-    weighs: bool = False
-    layered: bool = False
+    value: float | None = None  # in a look, as all below: its part of the loss; None: unknown
+    router: str = ""  # the name of the router loss that it is
+    ignored: int | None = None  # the label that is no target of a cross entropy; None: it is none
+    targets: float = 0.0  # the weight of a cross entropy's targets; 0.0: unknown
+    named: tuple[Items, ...] = ()  # the rules whose targets the leaf has saved
+    by_classes: bool = False  # it is a mean over the class weights of its targets
+    sorts: bool = False  # its elements are sorted
+    weighs: bool = False  # its elements have weights
+    layered: bool = False  # its elements pass layers
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
@@ -134,16 +124,18 @@ def read(loss: Tensor, stops: Collection[Any] = (), *, deep: bool = False) -> li
         elif (steps := nodes.steps(node, output, does)) is None:
             found.append(_unread(way, node, node))
         else:
-            (top, factors, above, added), splits = way, does == "add"
-            # Else the other summand has no gradient.
-            added = added or (splits and len(steps) == 1)
-            # A node with several outputs is shared.
-            splits = splits or nodes.has_several_outputs(node)
+            top, factors, above, added = way
+            # With one summand alone the other has no gradient; a node with several outputs is shared.
+            added, splits = (
+                added or (does == "add" and len(steps) == 1),
+                does == "add" or nodes.has_several_outputs(node),
+            )
             for edge, its in reversed(steps):
                 below = factors + its
                 pending.append((edge, (edge[0], below, len(below), added) if splits else (top, below, above, added)))
-    many = Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)
-    return found if len(found) <= _MOST_TERMS else [many]
+    if len(found) > _MOST_TERMS:
+        return [Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)]
+    return found
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:
@@ -183,15 +175,13 @@ def _reduced(node: Any, does: str, way: _Way, *, deep: bool) -> tuple[list[Term]
         # What was not saved tells.
         with suppress(NotSavedError):
             rows = _rows(edge, math.prod(shape_of(edge[0])))
-    numbers = list[tuple[Edge, _Way]]()
+    (top, factors, above, added), numbers = way, list[tuple[Edge, _Way]]()
     if does == "mean" and nodes.adds_a_number(edge[0]):
         # mean(x + number) = mean(x) + number
-        _, factors, _, added = way
         parts = [(each, (each[0], factors + its, len(factors + its), added)) for each, its in nodes.summands(edge[0])]
-        [(edge, way), *numbers] = sorted(parts, key=lambda part: shape_of(part[0][0]) == ())
+        [(edge, (top, factors, above, _)), *numbers] = sorted(parts, key=lambda part: shape_of(part[0][0]) == ())
     inner = tuple(_inner(edge)) if deep and does != "loss" else ()
     own = nodes.own_divisor(node, does, edge[0])
-    top, factors, above, added = way
     term = Term(top, factors + inner + own, above, added, type(node).__name__, node, True, rows, bool(own), len(inner))
     return [term], numbers
 
@@ -215,7 +205,7 @@ def _rows(edge: Edge, size: int) -> int:
     counted = list[int]()
     for each, its in nodes.steps(node, output, does) or ():
         weights = its[0].value.numel() if its and isinstance(its[0].value, Tensor) else 1
-        fits = nodes.kind_of(node) != "Where" and (weights == 1 or (weights == size and not its[0].learnt))
+        fits = weights == 1 or (weights == size and not its[0].learnt)
         counted.append(_rows(each, size) if fits else 0)
     return sum(counted) if all(counted) else 0
 

@@ -23,7 +23,7 @@ _NODES = {
     # Of distributed tensors and DistributedDataParallel; DeepSpeed's hooks on what a module returns.
     "_ToTorchTensor _FromTorchTensor _DDPSink PreBackwardFunctionForModule PreBackwardFunction",
     "add": "Add Sub Rsub",
-    "factor": "Neg Mul Div Where",
+    "factor": "Neg Mul Div",
     "mean": "Mean",
     "sum": "Sum Nansum",
     "dot": "Dot Mm Bmm",
@@ -149,23 +149,19 @@ def summands(node: Any) -> list[Step]:
 
 
 def factor_of(node: Any) -> tuple[Edge, Factor] | None:
-    """The edge below a product, quotient or selection with a number, and the number; None: there is no such number."""
+    """The edge below a product or quotient with a number, and the number; None: there is no such number."""
     kind = kind_of(node)
     if kind == "Neg":
         return node.next_functions[0], Factor(-1.0)
     # A number of Python may have no edge.
     edges = (*node.next_functions, (None, 0))[:2]
     sides = [side for side in (0, 1) if edges[side][0] is None]
-    if not sides and kind != "Where":
-        sides = [side for side in (0, 1) if is_learnt(edges[side][0])]
+    sides = sides or [side for side in (0, 1) if is_learnt(edges[side][0])]
     if len(sides) != 1 or (kind == "Div" and sides == [0]):
         return None
     [side] = sides
-    below = edges[1 - side]
-    if kind == "Where":
-        return below, Factor(node._saved_condition if side else ~node._saved_condition)
-    value, has_gradient = node._saved_other if side else node._saved_self, edges[side][0] is not None
-    return below, Factor(value.detach() if has_gradient else value, kind == "Div", node if has_gradient else None)
+    value, learnt = node._saved_other if side else node._saved_self, edges[side][0] is not None
+    return edges[1 - side], Factor(value.detach() if learnt else value, kind == "Div", node if learnt else None)
 
 
 def number_below(edge: Edge, does: str) -> Edge | None:
@@ -209,8 +205,6 @@ def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
     if getattr(node, "_saved_reduction", 0) or math.prod(shape_of(node)) != 1:
         return False
     below = [each for each, _ in node.next_functions]
-    leaves = [each for each in below if is_parameter(each)]
     picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
-    if not picks and any(math.prod(shape_of(each)) != 1 for each in leaves):
-        return False
-    return all(is_learnt(each, left - 1) for each in below)
+    single = picks or all(math.prod(shape_of(each)) == 1 for each in below if is_parameter(each))
+    return single and all(is_learnt(each, left - 1) for each in below)

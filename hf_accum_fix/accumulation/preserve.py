@@ -102,20 +102,14 @@ class PythonState(AbstractContextManager[Any]):
         roots: objects whose attributes are kept, whatever they are.
         leave: objects that are not followed, such as data sets.
         follow_modules: keep modules and parameters, too.
-
-    Attributes:
-        deep: levels of objects below the roots.
-        machinery: packages whose objects are not followed.
-        reached: the objects that were reached or left, by id.
-        kept: their states; `KeepsStorages` adds those of storages.
     """
 
-    deep = 3.0
-    machinery = _MACHINERY
+    deep = 3.0  # levels of objects below the roots
+    machinery = _MACHINERY  # packages whose objects are not followed
 
     def __init__(self, *roots: object, leave: Iterable[object] = (), follow_modules: bool = False) -> None:
-        self.reached = {id(each): each for each in leave}
-        self.kept: list[Kept] = []
+        self.reached = {id(each): each for each in leave}  # or left, by id
+        self.kept: list[Kept] = []  # their states; `KeepsStorages` adds those of storages
         skipped = _PLAIN if follow_modules else (*_PLAIN, nn.Module, nn.Parameter)
         pending: list[tuple[Any, int]] = [(root, 0) for root in roots]
         for each, depth in pending:
@@ -291,8 +285,8 @@ def _remove_fsdp_hooks(model: nn.Module) -> None:
     ``torch.distributed.fsdp`` does this at a backward's end; the next forward would keep them, for another dtype.
     """
     for module in model.modules():
-        parameter = getattr(getattr(module, "_handle", None), "flat_param", None)
+        parameter: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
         hooks = getattr(parameter, "_post_backward_hook_state", None)
-        if parameter is not None and hooks is not None:
+        if hooks is not None:
             hooks[-1].remove()
             del parameter._post_backward_hook_state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,8 @@ def is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:
     return b is not None and abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
-def _is_close(a: float, b: float) -> bool:
-    """Whether two counts agree, within the rounding of sums of weights."""
-    return is_near(a, b, 1e-5)
+#: Whether two counts agree, within the rounding of sums of weights.
+_is_close = partial(is_near, tolerance=1e-5)
 
 
 def matching_rules(
@@ -122,9 +122,8 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     yield from (Items((key,), None) for key in integers)
     for key in (*(each for each in labels if each != "shift_labels"), *target_masks):
         for block in BLOCKS if key in integers and tensors[key].ndim == 2 else ():
-            if len(tensors[key]) % block[1] == 0:
-                ignored_here = ignored if key in labels else (0,)
-                yield from (Items((key,), each, shift, block=block) for each in ignored_here for shift in (True, False))
+            ignores = () if len(tensors[key]) % block[1] else ignored if key in labels else (0,)
+            yield from (Items((key,), each, shift, block=block) for each in ignores for shift in (True, False))
 
 
 def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:

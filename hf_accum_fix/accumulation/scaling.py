@@ -41,7 +41,8 @@ def scale_of(
         return inputs, number, part.micro_batches * part.world_size
     assert contract.items is not None
     n = (contract.items.count(inputs) if items is None else items[contract.items]).to(part.device)
-    ratio = (n > 0) * 1.0 if contract.by_number else contract.items.divisor(n) / mean
+    # Heads with lists of targets divide by at least 1.
+    ratio = (n > 0) * 1.0 if contract.by_number else (n if contract.items.entry is None else n.clamp(min=1.0)) / mean
     return contract.items.with_target(inputs, n), contract.as_number(mean), ratio
 
 

@@ -198,8 +198,8 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "detached": (lambda x: x.ce.detach(), "nothing"),
     "a detached term": (lambda x: x.ce + x.mean.detach(), "NllLoss /[4]"),
     "a detached factor": (lambda x: x.ce * (0 * x.mean.detach() + 2), "NllLoss *2 /[4]"),
-    "chosen": (lambda x: torch.where(torch.tensor(True), x.ce, 0.0), "NllLoss *1 /[4]"),
-    "chosen second": (lambda x: torch.where(torch.tensor(True), 0.0, x.ce), "NllLoss *0 /[4]"),
+    "chosen": (lambda x: torch.where(torch.tensor(True), x.ce, 0.0), "Where?"),
+    "chosen second": (lambda x: torch.where(torch.tensor(True), 0.0, x.ce), "Where?"),
     "kept finite": (lambda x: x.ce.nan_to_num(), "NllLoss /[4]"),
     # Factors that are learnt.
     "uncertainty": (lambda x: torch.exp(-x.scale) * x.ce + x.scale, "NllLoss *0.6065~ /[4] + AccumulateGrad?"),
