@@ -35,7 +35,7 @@ def planned(options: Options) -> tuple[CoupledLoss | None, Options]:
     if options.coupled_loss == "micro-batch":
         return None, options
     loss = CoupledLoss(options.coupled_loss, options.coupled)
-    return loss, replace(options, contract=CONTRACT, coupled_loss="micro-batch")
+    return loss, replace(options, contract=CONTRACT, coupled_loss="micro-batch", coupled=())
 
 
 class CoupledLoss:

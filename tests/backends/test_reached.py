@@ -52,7 +52,7 @@ def clip(model: nn.Module) -> None:
 FAULTS: dict[str, tuple[After, str]] = {
     "dropped": (drop, "micro-batches or ranks are lost"),
     "zero": (partial(scale, times=0.0), "nothing arrives"),
-    "factor": (partial(scale, times=1 / STEPS), "a factor of 0.25 = 1/G"),
+    "factor": (partial(scale, times=1 / STEPS), "a factor of 0.25 = 1 / G"),
     "one layer by 1 %": (partial(scale, times=1.01, only=LAYER), f"only model.{LAYER}"),
     "not finite": (partial(scale, times=math.inf), "not finite"),
 }
@@ -251,7 +251,7 @@ def compared(used: torch.Tensor, expected: torch.Tensor, parts: torch.Tensor) ->
 
 def test_a_factor_is_named_by_what_it_equals() -> None:
     of = partial(Difference, elements=100, additions=8, spread=1.0, epsilon=1e-7)
-    for ratio, words in ((4.0, "= W"), (0.25, "= 1/W"), (8.0, "= G"), (0.125, "= 1/G"), (3.0, "a factor of 3")):
+    for ratio, words in ((4.0, "= W"), (0.25, "= 1 / W"), (8.0, "= G"), (0.125, "= 1 / G"), (3.0, "a factor of 3")):
         assert looks_like([of("a", abs(ratio - 1), ratio)] * 2, steps=8, ranks=4).endswith(words)
 
 
