@@ -1677,7 +1677,7 @@ def free_bits(s: Seen) -> Tensor:
 
 
 def driven(window: int) -> list[Sample]:
-    return [{**sample, "drive": _float64(50.0 * (window == 2 and n == 0))} for n, sample in enumerate(texts(window))]
+    return [{**sample, "drive": _float64(0.04 * (window == 2 and n == 0))} for n, sample in enumerate(texts(window))]
 
 
 #: A mean over padding by three axes, alone and next to a mean of targets; a floor that stops binding.
