@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation import noise
 from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.join import Split
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.nodes import NotSavedError, factor_of, live_edges, shape_of
-from hf_accum_fix.accumulation.preserve import random_states
+from hf_accum_fix.accumulation.preserve import WithoutNoise, random_states, seed_generators
 from hf_accum_fix.accumulation.rules import is_near, ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.errors import ContractError
@@ -170,9 +169,9 @@ def look(
     loss: LossRun, batch: Mapping[str, Any], number: float | None, *, listed: bool, keep: bool, seed: int = 0
 ) -> Look:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
-    noise.seed(seed)
+    seed_generators(seed)
     before = random_states()
-    with noise.WithoutNoise(alike=listed):
+    with WithoutNoise(alike=listed):
         found, captured = run_with_graph(loss, batch, number, keep=keep)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")

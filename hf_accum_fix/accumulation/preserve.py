@@ -1,4 +1,4 @@
-"""Run code without side effects: record tensors, attributes and random generators, and restore those that differ.
+"""Run a forward without noise and side effects: what it changes of tensors, attributes and generators is restored.
 
 Objects are followed three levels deep; elements are kept by identity, since each has a state of its own. A storage is
 recorded when it is about to be written to, which a dispatch mode sees; what is not written to is never copied.
@@ -20,10 +20,22 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+#: The place and the name of an operation's dropout rate.
+_DROPOUTS = {
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_), (1, "p")),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout), (1, "p")),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+}
+_RANDOM = {
+    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like),
+    *(Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_),
+}
 #: Containers with more elements than this hold data: their elements are not followed.
 _MOST_ELEMENTS = 1000
 _ABSENT = object()
@@ -290,3 +302,42 @@ def _remove_fsdp_hooks(model: nn.Module) -> None:
         if hooks is not None:
             hooks[-1].remove()
             del parameter._post_backward_hook_state
+
+
+def seed_generators(number: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+class WithoutNoise(TorchFunctionMode):
+    """Make the forward a function of its inputs: no dropout, the same noise for all rows.
+
+    ``alike``: noise depends on its shape alone, so that it is the same in every batch (points in a mask).
+    """
+
+    def __init__(self, *, alike: bool) -> None:
+        super().__init__()
+        self._alike = alike
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            position, name = _DROPOUTS[func]
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs[name] = 0.0
+        if func not in _RANDOM:
+            return func(*args, **kwargs)
+        with random_states() if self._alike else nullcontext():
+            if self._alike:
+                torch.manual_seed(0)
+            out = func(*args, **kwargs)
+        if out.ndim > 1:
+            with torch.no_grad():
+                out.copy_(out[:1].expand_as(out).clone())
+        return out

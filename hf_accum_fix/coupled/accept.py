@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.look import LossRun, out_of_memory
-from hf_accum_fix.accumulation.noise import WithoutNoise
+from hf_accum_fix.accumulation.preserve import WithoutNoise
 from hf_accum_fix.coupled.cuts import nearest_to_the_loss, nodes_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.noise import seed
-from hf_accum_fix.accumulation.preserve import overridden, random_states
+from hf_accum_fix.accumulation.preserve import overridden, random_states, seed_generators
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
@@ -156,7 +155,7 @@ class Scene:
 
         ``number`` is the seed of all random numbers.
         """
-        seed(number)
+        seed_generators(number)
         loss, router = self.losses(inputs)
         main = loss if router is None else loss - router
         torch.autograd.backward(main * weight)
@@ -186,7 +185,7 @@ class Scene:
         """
         total = 0.0
         for inputs in micro_batches:
-            seed(0)
+            seed_generators(0)
             _, router = self.losses(inputs)
             assert router is not None
             part = router / len(micro_batches)
@@ -388,7 +387,7 @@ def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor
     A loss that draws is run often, to find rare differences.
     """
     inputs = scene.collate(list(rows))
-    seed(0)
+    seed_generators(0)
     before = random_states()
     loss = scene.backward(inputs)
     drew, gradient = before.drew(), on_cpu(take(scene.parameters))
@@ -397,7 +396,7 @@ def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor
     found = []
     with torch.no_grad():
         for number in (0, *range(_DRAWS)):
-            seed(number)
+            seed_generators(number)
             found.append(float(scene.losses(inputs)[0]))
     noise = abs(found[0] - found[1])
     other = max(found, key=lambda each: abs(found[0] - each))

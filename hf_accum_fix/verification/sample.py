@@ -17,8 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.items import has_rows
-from hf_accum_fix.accumulation.noise import seed
-from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.preserve import overridden, seed_generators
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -226,7 +225,7 @@ def _copied(row: Any) -> Any:
 def _is_random(collate: Collate, rows: list[Any]) -> bool:
     batches = []
     for number in (0, 1):
-        seed(number)
+        seed_generators(number)
         batches.append(hash_of(*leaves(collate(list(rows)))))
     return batches[0] != batches[1]
 
