@@ -381,8 +381,7 @@ class Host(ABC):
 
         ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
         """
-        verdict = self.reached.close(self, times)
-        if verdict is None:
+        if (verdict := self.reached.close(self, times)) is None:
             return
         self.state.amend(**self.reached.facts())
         if verdict.wrong:
