@@ -87,8 +87,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
     ):
         # No hook separates them.
         doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
-    adds = any(each.added for each in terms)
-    rest = _rest(judged, compared) if adds else 0.0
+    rest, is_mean = _rest(judged, compared) if any(each.added for each in terms) else (0.0, True)
     if rest is None:
         doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", Cause.LOG))
     # What may change the gradient comes first.
@@ -108,7 +107,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
         doubt=doubt,
         cause=Cause.COUPLED if Cause.COUPLED in {each for _, each in doubts} else cause,
         grows=compared.grows,
-        added=(rest or 0.0) if adds else None,
+        added=None if is_mean else rest or 0.0,
         deep=any(each.within for its in looks for each in its.terms),
         unchecked="" if shows else "its micro-batches can neither be joined nor divided into samples",
         conclusive=all(_shows(each, compared) for each in judged),
@@ -150,13 +149,17 @@ def _shows(term: Judged, compared: Comparison) -> bool:
     return term.spec.how not in (How.CONSTANT, How.PLAIN) or term.seen[0].learnt or 0.0 not in term.values
 
 
-def _rest(judged: Sequence[Judged], compared: Comparison) -> float | None:
-    """What is added to the terms without a gradient; None: it is no constant."""
+def _rest(judged: Sequence[Judged], compared: Comparison) -> tuple[float | None, bool]:
+    """What is added to the terms without a gradient, None: no constant; and whether it is a mean over their items."""
     if any(None in each.values for each in judged):
-        return None
+        return None, False
     rests = [look.loss - math.fsum(each.values[at] or 0.0 for each in judged) for at, look in enumerate(compared.looks)]
     largest = compared.tolerance * max(abs(look.loss) for look in compared.looks)
-    return rests[0] if max(rests) - min(rests) <= largest else None
+    if {each.spec.how for each in judged} == {How.MEAN} and len({each.spec.group for each in judged}) == 1:
+        n, sums = judged[0].spec.counted, [n * rest for n, rest in zip(judged[0].spec.counted, rests, strict=True)]
+        if abs(sums[0] - sums[1] - sums[2]) <= largest * n[0]:
+            return 0.0, True
+    return (rests[0] if max(rests) - min(rests) <= largest else None), False
 
 
 # -------------------------------------------------------------------------------------------------- matching

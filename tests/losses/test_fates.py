@@ -80,6 +80,7 @@ ATTACKED: Mapping[str, tuple[str, Case]] = {
 
 #: Windows that are neither, and why.
 NEITHER = {
+    "found-free-bits-own": "in the third window a floor no longer binds: what was learnt is kept there, and said",
     "15-Sam": "each loss is weighted right; its own step takes the gradient of the first one back",
     "15-SamByBackward": "the same by autograd alone",
 }
