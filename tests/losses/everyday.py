@@ -178,7 +178,7 @@ NUMBERS = [
 ]
 
 
-# --- 11, 15, 17: numbers that are stacked, and weighted by a tensor -------------------------------------------------
+# --- 11, 15, 17: several losses in one tensor, which is said; weights of a list ---------------------------------------
 
 
 def weights(s: Seen) -> Tensor:
@@ -189,17 +189,19 @@ STACKED: Mapping[str, Loss] = {
     "weighted-sum": lambda s: (weights(s) * s.stack).sum(),
     "weighted-mean": lambda s: (s.stack * weights(s)).mean(),
     "over-two": lambda s: (s.stack / 2).sum(),
-    "zip": lambda s: sum(w * each for w, each in zip([0.7, 0.2], [s.tokens, s.classes], strict=True)),
     "negative": lambda s: -(-s.stack * weights(s)).sum(),
     "cat": lambda s: torch.cat([s.tokens.view(1), s.classes.view(1)]).mul(weights(s)).sum(),
     "number-plus": lambda s: (s.stack * weights(s) + 1.0).sum(),
+    "matmul": lambda s: s.stack @ weights(s),
     "power-one": lambda s: s.tokens**1.0,
 }
 
 
 STACKS = [
-    *(case for name, loss in STACKED.items() for case in in_both(f"e11-{name}", EXACT, loss)),
-    *in_both("e11-matmul", INEXACT, lambda s: s.stack @ weights(s)),
+    *(case for name, loss in STACKED.items() for case in in_both(f"e11-{name}", INEXACT, loss)),
+    *in_both(
+        "e11-zip", EXACT, lambda s: sum(w * each for w, each in zip([0.7, 0.2], [s.tokens, s.classes], strict=True))
+    ),
 ]
 
 
