@@ -5,7 +5,7 @@
         for window in windows:
             for batch in window:
                 with window.micro_batch(model):
-                    loss = window.loss(model, batch)            # a custom loss: window.scale(loss, batch)
+                    loss = window.loss(model, batch)            # or of your own: window.loss(loss_of, batch)
                     accelerator.backward(loss)                  # without accelerate: loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -30,13 +30,13 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype, scale_mean
+from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.scaling import run_by_rule, scale_of, unlike_declared
+from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.confirmation import confirm_loop
-from hf_accum_fix.core.loop_host import Batch, LoopHost
+from hf_accum_fix.core.loop_host import Batch, LoopHost, LossOf
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.duplicates import WithoutDuplicates
@@ -60,6 +60,7 @@ class AccumulationWindow:
 
     def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
         self.batches, self._host, self._begun = batches, host, 0
+        self._model: nn.Module | None = None
         self._window: Window | None = None
         self._in_engine = False
 
@@ -82,7 +83,7 @@ class AccumulationWindow:
             SeamError: if it is entered more often than the window has micro-batches, its loss runs backward without the
                 accelerator, which divides it, or ``accelerator.accumulate`` is entered inside.
         """
-        host, self._begun = self._host, self._begun + 1
+        host, self._begun, self._model = self._host, self._begun + 1, model
         if self._begun > len(self):
             raise SeamError(
                 f"got micro_batch() {self._begun} times in a window of {len(self)} micro-batches; "
@@ -106,21 +107,27 @@ class AccumulationWindow:
             if last:
                 self._window.close(model)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of one micro-batch by the model's own head, for ``backward``.
+    def loss(self, loss_of: nn.Module | LossOf, batch: Batch) -> Tensor:
+        """The loss of one micro-batch, for ``backward``.
 
         Args:
-            model: called with the batch as keywords, and with ``num_items_in_batch`` if it takes it.
+            loss_of: the model, called with the batch as keywords, and with ``num_items_in_batch`` if it takes it; or a
+                function of the model and the batch, for any other loss. It gets the model of `micro_batch`, and
+                returns a loss, or outputs with one.
             batch: one of the window's, on the model's device.
 
         Returns:
             0-dim, with gradient; for the log use `mean_loss`.
 
         Raises:
-            ContractError: if the model returned no loss, or its reduction could not be settled.
+            ContractError: if no loss was returned, or its reduction could not be settled.
             RankError: if the ranks' dataloaders ended at different times, or another rank failed.
+            SeamError: if a function is given outside of `micro_batch`.
         """
-        host, window = self._host, self._counted(model, next(iter(model.parameters())).device)
+        model = loss_of if isinstance(loss_of, nn.Module) else self._model
+        if model is None:
+            raise SeamError("got loss() of a function outside micro_batch(); expected it inside, to know the model")
+        host, window = self._host, self._counted(model, loss_of)
         part, batch = window.part, self._as_its_own(batch)
         contract = part.contract
         inputs = batch if host.coupled is None else host.coupled.inputs(batch)
@@ -136,42 +143,6 @@ class AccumulationWindow:
                 weighed = window.average(loss)
         return self._added(window, weighed)
 
-    def scale(self, loss: Tensor, batch: Batch) -> Tensor:
-        """Scale a custom loss, reduced as in the given contract, for ``backward``.
-
-        The mean over its own items: `Reduction.MEAN`. A sum that you divided by `mean_items`: `Reduction.NUMBER`; it
-        stays finite for a micro-batch without items, whose mean is nan whatever it is multiplied by.
-
-        Args:
-            loss: 0-dim, of this micro-batch, without a term that is no mean over items.
-            batch: its micro-batch, with the inputs that the contract counts.
-
-        Raises:
-            ContractError: if no contract was given.
-        """
-        host, window, batch = self._host, self._counted(None, loss.device), self._as_its_own(batch)
-        part, items = window.part, window.items_of(batch)
-        if unlike := host.contained("reading a loss", partial(unlike_declared, loss, part, items), ""):
-            host.warn_inexact(
-                "declared",
-                f"scale(): got a loss that {unlike}, by its graph; expected one that {part.contract}; pass its true "
-                "contract; until then it gets the plain mean over micro-batches, and is not exact",
-            )
-        else:
-            *_, ratio = scale_of(part, batch, items, own_loss=True)
-            loss = loss if ratio is None else scale_mean(loss, ratio)
-        weighed = window.average(loss)
-        return self._added(window, weighed)
-
-    @property
-    def mean_items(self) -> Tensor:
-        """The mean item count per micro-batch, N / (G * W), 0-dim: the divisor of a summed loss.
-
-        Raises:
-            ContractError: if the window has not been counted: no loss was requested, and no contract given.
-        """
-        return self._counted(None, None).part.mean
-
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
 
@@ -184,7 +155,7 @@ class AccumulationWindow:
             SeamError: if no loss of this window has been computed.
         """
         if self._window is None or self._window.value is None:
-            raise SeamError("got mean_loss() before any loss of this window; call it after loss() or scale()")
+            raise SeamError("got mean_loss() before any loss of this window; call it after loss()")
         loss = self._window.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world_size
 
@@ -226,13 +197,13 @@ class AccumulationWindow:
                 "latter; call it, or pass steps=G and no accelerator"
             )
 
-    def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
+    def _counted(self, model: nn.Module, loss_of: nn.Module | LossOf) -> Window:
         """The window, counted over all ranks at its first use."""
-        host, before = self._host, self._host.trained
-        host.trained = model
+        host, before = self._host, (self._host.trained, self._host.loss_of is None)
+        host.trained, host.loss_of = model, None if isinstance(loss_of, nn.Module) else loss_of
         if self._window is None:
-            self._window = host.open(self.batches, device)
-        elif before is not None and model is not None and host.bare(before) is not host.bare(model):
+            self._window = host.open(self.batches, next(iter(model.parameters())).device)
+        elif before[0] is not None and (host.bare(before[0]), before[1]) != (host.bare(model), host.loss_of is None):
             host.report_inexact("its losses are of two models; give each model accumulation_windows of its own")
         return self._window
 
@@ -323,9 +294,8 @@ def accumulation_windows(
         accelerator: the ``accelerate.Accelerator``, whose division of the loss is accounted for; None:
             torch.distributed if it is initialised, else one process.
         steps: G; None: the accelerator's ``gradient_accumulation_steps``.
-        options: of `Options`, by name: ``contract`` (required for a custom loss),
-            ``drop_duplicates`` (a micro-batch of repeated samples alone is run and counts nothing), ``router_loss``,
-            ``accumulate_in``.
+        options: of `Options`, by name: ``contract``, ``drop_duplicates`` (a micro-batch of repeated samples alone is
+            run and counts nothing), ``router_loss``, ``accumulate_in``.
 
     Raises:
         SeamError: if the accelerator lacks an attribute that is used.

@@ -361,11 +361,8 @@ def ours(case: Case, model: nn.Module, batches: Sequence[Batch], steps: int) -> 
     for window in accumulation_windows(batches, steps=steps, **case.options):
         for batch in window:
             with window.micro_batch(model):
-                if case.trainer is None:
-                    loss = window.scale(case.loss(model, batch, getattr(model, "step", 0)), batch)
-                else:
-                    loss = window.loss(model, batch)
-                loss.backward()
+                own = None if case.trainer else lambda its, batch: case.loss(its, batch, getattr(its, "step", 0))
+                window.loss(own or model, batch).backward()
         yield float(window.mean_loss())
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, scale_mean
-from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.nodes import on_host
-from hf_accum_fix.accumulation.part import Part, differ
+from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.errors import ContractError
 
 
@@ -64,32 +61,6 @@ def run_by_rule(
         return loss, outputs
     router = part.contract.weighted_router_loss(outputs)
     return scale_mean(loss, ratio, None if router is None else router.to(loss.device)), outputs
-
-
-def unlike_declared(loss: Tensor, part: Part, items: Mapping[Items | int, Tensor]) -> str:
-    """How the graph of a loss of n ``items`` contradicts the contract given for it, in words; empty: it does not."""
-    terms, reduction, rule = read(loss), part.contract.reduction, part.contract.items
-    if reduction is Reduction.SUM:
-        # A mean times its items is a sum.
-        means = (each.name for each in terms if each.divides and all(factor.divides for factor in each.factors))
-        return next((f"is a mean by {name}" for name in means), "")
-    if reduction is Reduction.PLAIN or not terms:
-        return ""
-    if len(terms) > 1:
-        return f"is a sum of {len(terms)} terms"
-    assert rule is not None
-    term, count = terms[0], items[rule] if reduction is Reduction.MEAN else part.mean
-    if not term.readable:
-        # A custom autograd function cannot be read.
-        is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)
-        return "" if is_own else f"contains {term.name}"
-    numbers = [each.value for each in term.factors if each.divides]
-    if not all(map(on_host, (count, *numbers))):
-        return ""
-    # A sum may be divided by its count below; a mean over classes divides by a multiple of the items.
-    times = [float(each) / float(count) if float(count) else 1.0 for each in numbers]
-    shows = not times or any(each > 0.5 and not differ(each, round(each)) for each in times)
-    return "" if shows else f"divides {term.name} by {', '.join(f'{float(each):g}' for each in numbers)}"
 
 
 def loss_of_outputs(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

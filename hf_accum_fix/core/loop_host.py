@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -32,6 +32,8 @@ from hf_accum_fix.router.router_loss import has_z_loss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 Batch = Mapping[str, Any]
+#: A loss of one's own: (model, micro-batch) -> its loss, or outputs with one.
+LossOf = Callable[[Any, dict[str, Any]], Any]
 
 
 class LoopHost(Host):
@@ -39,6 +41,7 @@ class LoopHost(Host):
 
     name = "accumulation_windows"
     trained: nn.Module | None = None
+    loss_of: LossOf | None = None  # what computes the loss; None: the model
     head = "the loss"
 
     def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
@@ -114,14 +117,9 @@ class LoopHost(Host):
     def refresh_loss_source(self, batches: Sequence[Batch]) -> None:
         given = self.options.contract
         if self.trained is None:
-            if given is None and batches and not self.state.loss.is_settled:
-                raise ContractError(
-                    "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
-                    "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
-                )
             return
-        bare = self.bare(self.trained)
-        self.head, wants = type(bare).__name__, wants_number(bare)
+        bare, is_own = self.bare(self.trained), self.loss_of is not None
+        self.head, wants = "the loss" if is_own else type(bare).__name__, not is_own and wants_number(bare)
         self.passes_number = wants if given is None else given.by_number
         if given is not None and self.passes_number and not wants:
             raise ContractError(
@@ -133,7 +131,9 @@ class LoopHost(Host):
         bare = self.bare(self.model)
         required = self.passes_number and requires_number(bare)
         handed = "all" if required else "once" if self.passes_number else "none"
-        return self.setting(bare, handed=handed, hands_number=required, has_z_loss=has_z_loss(bare))
+        is_own = self.loss_of is not None
+        has_z = not is_own and has_z_loss(bare)
+        return self.setting(bare, handed=handed, hands_number=required, custom=is_own, has_z_loss=has_z)
 
     @contextmanager
     def run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:
@@ -145,16 +145,9 @@ class LoopHost(Host):
 
         yield LossRun(forward, module, self.device, self.bare(module))
 
-    def run_counting(self, batches: Sequence[Batch]) -> AbstractContextManager[LossRun]:
-        if self.trained is None:
-            raise ContractError(
-                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
-                "batch), since a custom loss only has the mean over micro-batches"
-            )
-        return self.run(batches)
-
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
         """Loss and outputs of a forward."""
         with own_counts(inputs):
-            outputs = self.model_outputs(model, inputs, number)
+            own, given = self.loss_of, dict(inputs)
+            outputs = self.model_outputs(model, inputs, number) if own is None else own(model, given)
         return loss_of_outputs(outputs, inputs, model), outputs

@@ -216,10 +216,7 @@ def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tup
         for window in windows:
             for each in window:
                 with window.micro_batch(trained):
-                    if contract is None:
-                        loss = window.loss(trained, each)
-                    else:
-                        loss = window.scale(trained(**each)["loss"], each)
+                    loss = window.loss(trained, each)
                     loss.backward() if live is None else live.backward(loss)
             found = whole(trained, optimizer)
             trained.zero_grad()
