@@ -186,6 +186,11 @@ class LossContract:
         rules = (self.items, *(rule for each in counted for rule in each.rules))
         return tuple(dict.fromkeys(rule for rule in rules if rule is not None))
 
+    @cached_property
+    def rules_of_number(self) -> tuple[Items, ...]:
+        """The rules that may count num_items_in_batch, the one in use first."""
+        return next((tuple(each.rules) for each in self.terms if each.how is How.NUMBER), ())
+
     def with_rules_of_number(self, rules: Sequence[Items]) -> LossContract:
         """With the rules that count num_items_in_batch."""
         of_number = dict.fromkeys(rules, 1.0)

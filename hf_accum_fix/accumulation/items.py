@@ -103,6 +103,11 @@ class Items:
         of_mix = (name for _, rule in self.mix for name in rule.names)
         return tuple(name for name in (*self.keys, self.mask, self.width_of, *of_mix) if name is not None)
 
+    @property
+    def marks(self) -> bool:
+        """Whether it tells targets from what is none."""
+        return bool(self.keys) and (self.ignore_index is not None or self.width_of is not None)
+
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a micro-batch has the counted input."""
         if not self.keys or isinstance(inputs, ZeroWeightBatch):
@@ -162,8 +167,7 @@ class Items:
         """
         result = dict(inputs)
         counted = result.get(self.keys[0]) if self.keys and self.entry is None else None
-        is_marked = self.ignore_index is not None or self.width_of is not None
-        if counted is None or not is_marked or counted.is_floating_point() or counted.dtype is torch.bool:
+        if counted is None or not self.marks or counted.is_floating_point() or counted.dtype is torch.bool:
             return result
         count = self.count(inputs) if count is None else count.to(counted.device)
         target = 1 if self.ignore_index == 0 else 0

@@ -188,6 +188,8 @@ class _MicroBatch:
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         divisor = _product(term, spec.counts) if spec.counts else planned
         if not is_function:
+            if rule is None and self.counts and on_host(divisor) and math.isnan(divisor):
+                self.part.changed = f"what divides {term.name} is nan"
             # A divisor that is itself a mean over no items.
             if isinstance(divisor, Tensor):
                 divisor = divisor.nan_to_num(0.0) if divisor.is_floating_point() else divisor
@@ -199,7 +201,7 @@ class _MicroBatch:
             # Heads with lists of targets divide by at least 1.
             seen = seen if float(rule.count(self.inputs)) else 0.0
         elif not is_function and spec.counts:
-            seen = self._clamped(seen, found, planned, by_rule=rule is not None, known=items is not None)
+            seen = self._clamped(seen, found, planned, rule, known=items is not None)
         if term.rows and self.counts and differ(seen, planned):
             self.part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
@@ -208,24 +210,31 @@ class _MicroBatch:
                 _keep_finite(each, divisor, self.part)
         return seen, divisor
 
-    def _clamped(self, seen: Number, found: Sequence[Term], planned: Number, *, by_rule: bool, known: bool) -> Tensor:
+    def _clamped(
+        self, seen: Number, found: Sequence[Term], planned: Number, rule: Items | None, *, known: bool
+    ) -> Tensor:
         """The items of a custom mean, whose divisor of at least 1 counts none where it is 1.
 
-        ``by_rule``: a rule has planned them; ``known``: they were counted, by a rule or by forwards.
+        ``rule``: has planned them; ``known``: they were counted, by a rule or by forwards.
         """
         term, device = found[0], self.loss.device
         values = [each for each in (_value(each, self.values) for each in found) if each is not None]
         has_value = len(values) == len(found)
-        nothing = (torch.stack(values).sum() if has_value else self.loss) == 0
-        if by_rule:
+        nothing, doubt = (torch.stack(values).sum() if has_value else self.loss) == 0, False
+        is_one = on_host(nothing) and on_host(seen) and float(seen) == 1
+        if rule is not None:
             of_rule = torch.as_tensor(planned, device=device)
+            if is_one:
+                # Labels may be masked once a window was counted; samples without a target are counted by no rule.
+                of_rule = rule.count(self.inputs)
+                doubt = bool(nothing) if not rule.marks else not (has_value or bool(of_rule) or bool(nothing))
             nothing = (of_rule == 0) | (nothing & (of_rule != 1))
-        elif on_host(nothing) and on_host(seen) and float(seen) == 1:
+        elif is_one:
             # Unless the value tells; a loss that was changed in place has lost that.
             is_lost = not (has_value or (self.alone and not term.added)) and len(found) == 1
-            if is_lost or not (known or bool(nothing)):
-                words = "divides by 1: it has one target, or none and a divisor of at least 1"
-                self.part.changed = f"{term.name} {words}"
+            doubt = is_lost or not (known or bool(nothing))
+        if doubt:
+            self.part.changed = f"{term.name} divides by 1: it has one target, or none and a divisor of at least 1"
         dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(device)
         seen = torch.as_tensor(seen, dtype=dtype, device=device)
         return seen * ~(nothing & (seen == 1))

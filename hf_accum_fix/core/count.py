@@ -176,10 +176,13 @@ def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tens
     contract = part.contract
     if contract.needs_forwards or (state.loss.counts_by_forwards and contract.groups > 1):
         counted = counted if part.is_whole else counted._replace(part=_count_by_forwards(host, batches, counted))
-    of_number = {rule for each in contract.terms if each.how is How.NUMBER for rule in each.rules}
     # Reading would wait for another device.
-    if len(of_number) > 1 and host.reads_are_free and len({float(part.totals[rule]) for rule in of_number}) > 1:
+    of_number = contract.rules_of_number if host.reads_are_free else ()
+    if len({float(part.totals[rule]) for rule in of_number}) > 1:
         host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
+        if (upstreams := next((each for each in of_number if part.totals[each] == counted.number), None)) is not None:
+            totals: dict[Items | int, Tensor] = {upstreams: part.totals[upstreams], **part.totals}
+            counted = counted._replace(part=replace(part, totals=totals))
     host.router.settle(routing, max(len(batches), 1), host.data_ranks)
     empty = None
     if batches and contract.items is not None:

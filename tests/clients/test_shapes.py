@@ -491,11 +491,3 @@ def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads:
     by_mode = {mode: [each.error for each in report.results if each.mode == mode] for mode in ("stock", "apply()")}
     assert max(by_mode["stock"]) > 0.1 and max(by_mode["apply()"]) <= 1e-14
     assert len(by_mode["apply()"]) == 4 and any("collates nothing" in note for note in report.notes)
-
-
-@pytest.mark.slow
-def test_verify_says_that_rows_may_stand_in_groups(tmp_path: Path) -> None:
-    trainer = Ordered(
-        model=Reranker(2), args=training_arguments(tmp_path), train_dataset=passages(), data_collator=of_queries
-    )
-    assert any("groups by a size of its own" in note for note in verify(trainer).notes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -508,27 +507,6 @@ def test_a_list_of_data_is_not_copied(tmp_path: Path) -> None:
 
 
 # --- arguments and checkpoints ---------------------------------------------------------------------------------------
-
-
-def test_no_callback_of_ours_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(steps: int, resume: str | None = None) -> None:
-        args = training_arguments(
-            tmp_path, max_steps=steps, save_strategy="steps", save_steps=1, restore_callback_states_from_checkpoint=True
-        )
-        data = list(text()) * 2
-        trainer = Ordered(model=DROPS.build(), args=args, train_dataset=data, data_collator=collate)
-        trainer.train(resume_from_checkpoint=resume)
-
-    with hf_accum_fix.apply():
-        trained(1)
-        logger = logging.getLogger("transformers.trainer")
-        logger.addHandler(caplog.handler)
-        try:
-            trained(2, str(tmp_path / "checkpoint-1"))
-        finally:
-            logger.removeHandler(caplog.handler)
-    told = [record.getMessage() for record in caplog.records]
-    assert not [message for message in told if "callbacks not included" in message and "hf_accum_fix" in message]
 
 
 def test_a_contract_that_is_none_is_refused_at_once() -> None:
