@@ -157,7 +157,8 @@ class AtTheStep(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Engine and optimizer are there."""
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        # Not every release passes it.
+        optimizer: Any = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
         self._groups = optimizer.param_groups
         before_the_step(self._trainer.accelerator, optimizer, self._before)
         self._begin(state)

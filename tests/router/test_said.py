@@ -51,20 +51,16 @@ def test_a_dense_model_says_nothing(said: Said) -> None:
     assert not said() and not trainer.__dict__[SESSION].router.form.pools
 
 
-class Noise:
-    """Noise that no random state of torch's knows: the second pass is not the first."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + torch.randn(output.shape, generator=self.generator, dtype=output.dtype)
-
-
 def noisy() -> Head:
+    """With kernels that differ without gradient: the second pass is not the first."""
+
+    def differs(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=output.dtype)
+        return output if torch.is_grad_enabled() else output + noise
+
     def build() -> nn.Module:
         model = MIXTRAL.build()
-        model.get_input_embeddings().register_forward_hook(Noise())  # type: ignore[operator]
+        model.get_input_embeddings().register_forward_hook(differs)  # type: ignore[operator]
         return model
 
     return replace(MIXTRAL, build=build)
