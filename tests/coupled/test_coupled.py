@@ -19,7 +19,19 @@ from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import ContractError, OptionsError, RankError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
-from tests.coupled.models import _OWN, MODELS, Bags, Bare, Coupled, RootOfMean, Towers, _of_numbers
+from tests.coupled.models import (
+    _OWN,
+    MODELS,
+    Bags,
+    Bare,
+    Coupled,
+    Passages,
+    Pooled,
+    Queue,
+    RootOfMean,
+    Towers,
+    _of_numbers,
+)
 from tests.logged import Said
 from tests.numerics.parity import ClassRecorder, StockRecorder, relative, step_along, trainable, training_arguments
 from tests.ranks import on_ranks
@@ -45,7 +57,7 @@ def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], tmp_pa
     # The log is a number of float32.
     assert ours.losses == [pytest.approx(reference.loss, rel=1e-6)]
     run = observations.recorded()[-1]
-    cuts = 0 if cut[1] == 1 else 1 if "GLPN" in name else 2
+    cuts = 0 if cut[1] == 1 else 1 if "GLPN" in name or "pooling" in name else 2
     assert not said() and run["exact"] and len(run["coupled_at"]) == cuts
     if cut[1] > 1 and case.stock_ends:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -79,7 +91,7 @@ def test_a_window_at_the_end_of_the_data_is_short(tmp_path: Path) -> None:
 def test_dropout_draws_the_same_masks_in_both_passes(tmp_path: Path, said: Said) -> None:
     case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=lambda: Towers(dropout=0.5))
     trained = case.train("apply", (2, 4), tmp_path)
-    drift = trained.trainer._hf_accum_fix_session.coupled._window.drift
+    drift = trained.trainer._hf_accum_fix_session.coupled.drift
     assert float(drift) == 0.0 and not said()
 
 
@@ -118,6 +130,8 @@ def test_sums_of_16_bit_gradients_go_with_it(tmp_path: Path) -> None:
 REFUSED = {
     "BatchNorm": (lambda: Towers(norm=True), ("one", "other"), "BatchNorm in training mode (one.1)"),
     "none that is found": (RootOfMean, (), "cut at encoder cannot be run"),
+    "vectors that a function makes": (lambda: Pooled(as_module=False), (), "self.vectors = torch.nn.Identity()"),
+    "a queue": (Queue, (), "a forward keeps a state, as a queue (['queue'])"),
     "a loss without vectors": (Bare, (), "no module of which is known, or found"),
     "no such module": (Towers, ("nobody",), "names 0 modules"),
     "one tower of two": (Towers, ("one",), "cut at one cannot be run"),
@@ -135,6 +149,76 @@ def test_what_cannot_be_cut_is_refused_before_the_first_step(name: str, tmp_path
     with pytest.raises(UnsupportedSetupError, match=re.escape(why)):
         case.train("apply", (2, 4), tmp_path, model=model)
     assert relative(trainable(model), before) == 0.0
+
+
+class Weighted(Coupled):
+    """Weights of samples, which the loss reads past the vectors; in the first window all the same."""
+
+    def batch(self, samples: Any) -> dict[str, Any]:
+        batch = super().batch(samples)
+        return {**batch, "weights": torch.where(batch["y"][:, 0] == self.samples[4]["y"][0], 3.0, 1.0)}
+
+
+class Weighs(Towers):
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(x, y)["loss"] * weights.mean()}
+
+
+class Ragged(Coupled):
+    """From the fifth sample on one more vector a sample."""
+
+    def batch(self, samples: Any) -> dict[str, Any]:
+        batch = super().batch(samples)
+        many = any(each is samples[0] for each in self.samples[4:])
+        return {**batch, "y": batch["y"][:, None].expand(-1, 1 + many, -1)}
+
+
+@pytest.mark.parametrize(("kind", "make"), [(Weighted, Weighs), (Ragged, lambda: Passages())])
+def test_a_later_window_that_is_unlike_the_first_trains_as_without_the_option(
+    kind: Any, make: Any, tmp_path: Path, said: Said
+) -> None:
+    """To float64's last bits: the micro-batches are averaged in another order."""
+    case = kind(make, _of_numbers())
+    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, 8, 2)]
+    model = case.build()
+    for window, whole in ((batches[:2], True), (batches[2:], False)):
+        parts = [case.batch(case.samples[:4])] if whole else window
+        wanted = torch.autograd.grad(sum(model(**each)["loss"] / len(parts) for each in parts), [*model.parameters()])
+        with torch.no_grad():
+            for each, grad in zip(model.parameters(), wanted, strict=True):
+                each -= 0.05 * grad
+    ours = case.train("apply", (2, 2), tmp_path, max_steps=2, learning_rate=0.05)
+    found = trainable(ours.trainer.model)
+    assert relative(found, trainable(model)) < TOLERANCE
+    (warning,) = said()
+    assert "window 2 is unlike those before, and trains as without coupled_loss" in warning
+    assert not observations.recorded()[-1]["exact"]
+
+
+def test_an_input_that_only_later_varies_is_tried_again(tmp_path: Path, said: Said) -> None:
+    """And stays exact where the loss does not read it."""
+
+    class Ignores(Towers):
+        def forward(self, x: Tensor, y: Tensor, weights: Tensor) -> dict[str, Tensor]:
+            return super().forward(x, y)
+
+    case = Weighted(Ignores, _of_numbers())
+    case.train("apply", (2, 2), tmp_path, max_steps=2, learning_rate=0.05)
+    assert not said() and observations.recorded()[-1]["exact"]
+
+
+def test_a_loop_with_default_options_is_called_exact(said: Said) -> None:
+    case = MODELS["InfoNCE of one's own, found"]
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, 8, 2)]
+    for window in accumulation_windows(batches, steps=2, coupled_loss="exact"):
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not said() and observations.recorded()[-1]["exact"]
 
 
 def test_a_loss_that_samples_reach_past_the_cut_is_refused_by_its_gradient(tmp_path: Path) -> None:
