@@ -84,10 +84,9 @@ def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool)
     # All forwards before any comparison: the ranks of shards meet in them.
     before, drawn = {id(each): each._version for each in run.model.buffers()}, random_states()
     loss, wanted = _gradient(run, run.forward(dict(split.whole), None))
-    drew, queues = (
-        drawn.drew(),
-        [key for key, each in run.model.named_buffers() if before.get(id(each)) != each._version],
-    )
+    if drawn.drew():
+        return "draws numbers (dimensions, layers); for sentence-transformers use MatryoshkaLoss, n_dims_per_step=-1"
+    queues = [name for name, each in run.model.named_buffers() if before.get(id(each)) != each._version]
     again = list[float]()
     window.collect([split.whole], lambda batch: again.append(float(run.forward(dict(batch), None))))
     whole = window.kept
@@ -126,7 +125,15 @@ def _gradient(run: LossRun, loss: Tensor) -> tuple[float, Tensor]:
             "its backward runs the model again; use the loss without Cached in its name, or without mini-batches"
         )
     trained = [each for each in run.model.parameters() if each.requires_grad]
-    both = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    hooks = [each._backward_hooks for each in trained]
+    try:
+        # They belong to training: those of a loop would add this gradient up.
+        for each in trained:
+            each._backward_hooks = None
+        both = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    finally:
+        for each, its in zip(trained, hooks, strict=True):
+            each._backward_hooks = its
     return float(loss.detach()), torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in both])
 
 

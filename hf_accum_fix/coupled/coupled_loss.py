@@ -52,11 +52,7 @@ class CoupledLoss(WholeWindow):
         self._vectors: dict[Key, float] = {}
 
     def open(self, host: Host, batches: Sequence[Any]) -> None:
-        """Run a window once without gradient, and keep its vectors; in the first that is cut, check that this is exact.
-
-        Raises:
-            UnsupportedSetupError: if the loss cannot be cut, or the gradient is another one.
-        """
+        """Run a window once without gradient, and keep its vectors; the first that is cut is tried, or refused."""
         self.ranks = host.data_ranks if self._convention == "exact" else 1
         self._say_differences(host)
         error, why = None, ""

@@ -99,7 +99,7 @@ class Passages(Towers):
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         one, other = self.vectors(x, y.flatten(0, 1))
         logits = one @ other.T * self.temperature.exp()
-        return {"loss": F.cross_entropy(logits, torch.arange(len(x)) * y.shape[1])}
+        return {"loss": F.cross_entropy(logits, torch.arange(len(one)) * (len(other) // len(one)))}
 
 
 class Queue(Towers):
@@ -113,7 +113,7 @@ class Queue(Towers):
         one, other = self.vectors(x, y)
         logits = one @ torch.cat([other, self.queue]).T * self.temperature.exp()
         self.queue.copy_(torch.cat([other.detach(), self.queue])[:4])
-        return {"loss": F.cross_entropy(logits, torch.arange(len(x)))}
+        return {"loss": F.cross_entropy(logits, torch.arange(len(one)))}
 
 
 class Pooled(nn.Module):
@@ -128,9 +128,9 @@ class Pooled(nn.Module):
         return self.layer(self.words(x)), (x != 0)[..., None]
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        pooled = ((states * mask).sum(1) / mask.sum(1) for states, mask in map(self.states, (x, y)))
+        pooled = ((states * mask).sum(1) / mask.sum(1) for states, mask in map(self.states, (x.long(), y.long())))
         one, other = (self.vectors(each) for each in pooled)
-        return {"loss": F.cross_entropy(one @ other.T, torch.arange(len(x)))}
+        return {"loss": F.cross_entropy(one @ other.T, torch.arange(len(one)))}
 
 
 class Late(Pooled):
@@ -144,7 +144,7 @@ class Late(Pooled):
         (one, ones), (other, others) = ([self.vectors(s), self.masks(mask)] for s, mask in map(self.states, (x, y)))
         scores = torch.einsum("aid,bjd->abij", one, other).masked_fill(~others[:, :, 0][None, :, None], -1e9)
         best = scores.amax(-1).masked_fill(~ones[:, :, 0][:, None], 0.0).sum(-1)
-        return {"loss": F.cross_entropy(best, torch.arange(len(x)))}
+        return {"loss": F.cross_entropy(best, torch.arange(len(one)))}
 
 
 class Bags(Towers):

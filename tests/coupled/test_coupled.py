@@ -130,7 +130,6 @@ def test_sums_of_16_bit_gradients_go_with_it(tmp_path: Path) -> None:
 REFUSED = {
     "BatchNorm": (lambda: Towers(norm=True), ("one", "other"), "BatchNorm in training mode (one.1)"),
     "none that is found": (RootOfMean, (), "cut at encoder cannot be run"),
-    "vectors that a function makes": (lambda: Pooled(as_module=False), (), "self.vectors = torch.nn.Identity()"),
     "a queue": (Queue, (), "a forward keeps a state, as a queue (['queue'])"),
     "a loss without vectors": (Bare, (), "no module of which is known, or found"),
     "no such module": (Towers, ("nobody",), "names 0 modules"),
@@ -149,6 +148,12 @@ def test_what_cannot_be_cut_is_refused_before_the_first_step(name: str, tmp_path
     with pytest.raises(UnsupportedSetupError, match=re.escape(why)):
         case.train("apply", (2, 4), tmp_path, model=model)
     assert relative(trainable(model), before) == 0.0
+
+
+def test_vectors_that_a_function_makes_are_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    case = MODELS["mean pooling, padded to the longest"]
+    with pytest.raises(UnsupportedSetupError, match=re.escape("x = self.vectors(x) in forward")):
+        dataclasses.replace(case, make=lambda: Pooled(as_module=False)).train("apply", (2, 4), tmp_path)
 
 
 class Weighted(Coupled):
@@ -191,7 +196,7 @@ def test_a_later_window_that_is_unlike_the_first_trains_as_without_the_option(
     found = trainable(ours.trainer.model)
     assert relative(found, trainable(model)) < TOLERANCE
     (warning,) = said()
-    assert "window 2 is unlike those before, and trains as without coupled_loss" in warning
+    assert "(step 2) is unlike those before, and trains as without coupled_loss" in warning
     assert not observations.recorded()[-1]["exact"]
 
 
