@@ -147,14 +147,6 @@ class Late(Pooled):
         return {"loss": F.cross_entropy(best, torch.arange(len(one)))}
 
 
-class Bags(Towers):
-    """Its inputs are not one row per sample: joined row by row, they are other samples."""
-
-    def forward(self, ids: Tensor, starts: Tensor, y: Tensor) -> dict[str, Tensor]:
-        x = F.embedding_bag(ids, torch.eye(6, dtype=y.dtype), starts)
-        return super().forward(x, y)
-
-
 class RootOfMean(nn.Module):
     """A root of a mean over all samples, as of GLPN."""
 

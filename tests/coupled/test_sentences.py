@@ -97,18 +97,9 @@ PLAIN = {
 }
 CACHED, DRAWS = "use the loss without Cached in its name", "use MatryoshkaLoss, n_dims_per_step=-1"
 REFUSED: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
-    **{
-        kind: ("in-batch negatives", lambda losses, model, kind=kind: getattr(losses, kind)(model), CACHED)
-        for kind in ("CachedMultipleNegativesRankingLoss", "CachedMultipleNegativesSymmetricRankingLoss")
-    },
-    "Cached, in small forwards": (
+    "Cached": (
         "triples",
         lambda losses, model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1),
-        CACHED,
-    ),
-    "Matryoshka of Cached": (
-        "in-batch negatives",
-        lambda losses, model: losses.MatryoshkaLoss(model, losses.CachedMultipleNegativesRankingLoss(model), [16, 8]),
         CACHED,
     ),
     "CachedGIST": (
@@ -181,7 +172,7 @@ def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], folder
     ids=lambda given: next(iter(given)),
 )
 def test_as_people_train(given: dict[str, Any], folder: Path, said: Said) -> None:
-    """In bfloat16, of 8 bits, padding changes the order of sums. NO_DUPLICATES shuffles: only what is said is looked at."""
+    """bfloat16 has 8 bits. NO_DUPLICATES shuffles: only what is said is looked at."""
     name = "MNRL with a negative"
     reference = trained(name, "stock", (8, 1), folder, given)
     ours = trained(name, "apply", (2, 4), folder, given, coupled_loss="exact")
