@@ -136,7 +136,7 @@ class WholeWindow:
 def kind_of(batch: Any) -> str:
     """What micro-batches have in common that can be one batch: the names of their inputs, and the data set's."""
     pairs = batch.items() if isinstance(batch, Mapping) else ()
-    return repr([(name, value if isinstance(value, str) else "") for name, value in pairs])
+    return repr(sorted((name, value if isinstance(value, str) else "") for name, value in pairs))
 
 
 def _labels(batch: Any) -> Iterator[tuple[str, Tensor]]:

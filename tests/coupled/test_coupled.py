@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hf_accum_fix
@@ -223,21 +222,6 @@ def test_a_loss_that_samples_reach_past_the_cut_is_refused_by_its_gradient(tmp_p
         case.train("apply", (2, 4), tmp_path)
 
 
-def test_named_modules_that_do_not_carry_one_row_a_sample_are_refused(tmp_path: Path) -> None:
-    """One encoder gets all columns in one forward, column by column."""
-
-    class Columns(Towers):
-        def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            one, other = self.one(torch.cat([x, F.pad(y, (0, 1))])).chunk(2)
-            return F.normalize(one, dim=-1), F.normalize(other, dim=-1)
-
-    case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=Columns, options={"coupled": ("one",)})
-    before = trainable(model := case.build())
-    with pytest.raises(UnsupportedSetupError, match="in another order, of two micro-batches joined"):
-        case.train("apply", (2, 4), tmp_path, model=model)
-    assert relative(trainable(model), before) == 0.0
-
-
 @pytest.mark.parametrize("name", ["InfoNCE of one's own", "InfoNCE of one's own, found"])
 def test_the_trial_needs_no_more_memory_than_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,18 +254,6 @@ def test_noise_before_the_vectors_is_no_difference(cut: tuple[int, int], tmp_pat
     for options in (_OWN, {}):
         dataclasses.replace(MODELS["InfoNCE of one's own"], make=Noisy, options=options).train("apply", cut, tmp_path)
         assert not said() and observations.recorded()[-1]["exact"]
-
-
-@pytest.mark.parametrize("name", ["CLIP", "supervised contrastive", "InfoNCE of one's own, found"])
-def test_half_precision_is_rounding(name: str, tmp_path: Path) -> None:
-    case = MODELS[name]
-    rows = [
-        {key: each.float() if each.is_floating_point() else each for key, each in row.items()} for row in case.samples
-    ]
-    short = dataclasses.replace(case, samples=rows)
-    reference = step_along(model := case.build(), case.full(model))
-    ours = short.train("apply", (2, 4), tmp_path, model=short.build(torch.float32), bf16=True)
-    assert ours.error(reference.change) < 0.1 and observations.recorded()[-1]["exact"]
 
 
 def test_the_first_window_that_is_cut_is_tried(tmp_path: Path) -> None:
