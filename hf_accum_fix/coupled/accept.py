@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from traceback import walk_stack
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_accum_fix.accumulation.items import sample_count
 from hf_accum_fix.accumulation.join import Split, splits
 from hf_accum_fix.accumulation.look import LossRun, out_of_memory
-from hf_accum_fix.accumulation.preserve import WithoutNoise
+from hf_accum_fix.accumulation.preserve import WithoutNoise, random_states
 from hf_accum_fix.coupled.cuts import nearest_to_the_loss, nodes_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
@@ -33,12 +33,9 @@ _ENGINES = (*(f"torch.distributed.{each}" for each in ("fsdp", "tensor", "_compo
 def accepted(
     run: LossRun, batches: Sequence[Any], given: Mapping[str, nn.Module], head: str, *, sharded: bool, rounded: bool
 ) -> Mapping[str, nn.Module]:
-    """The modules at which cutting a loss is exact: those given, or of those searched the nearest to the loss.
+    """The modules at which cutting a loss is exact, or an error: those given, or of those searched the nearest to it.
 
     ``sharded``: no gradient, and no search, since ranks meet in every forward; ``rounded``: products in half precision.
-
-    Raises:
-        UnsupportedSetupError: if there are none, or two micro-batches do not show that they are right.
     """
     # The halves of one fit into memory where two do not.
     tried = [found for of in (batches, batches[:1]) if (found := next((s for s in splits(of) if s.blocks == 1), None))]
@@ -57,8 +54,17 @@ def accepted(
     raise UnsupportedSetupError(
         f"got coupled_loss='exact' for {head}, {why or 'no module of which is known, or found, to make its vectors'}; "
         "expected modules through which alone samples reach the loss, one row each, in their order; name others, as "
-        "in coupled=('text_projection',), pad to a fixed length, or leave the option out"
+        "in coupled=('text_projection',), pad to a fixed length, or hand what the loss takes through a module: "
+        "self.vectors = torch.nn.Identity() in __init__, x = self.vectors(x) in forward; or leave the option out"
     )
+
+
+def varying(batches: Sequence[Any], but: Container[str] = ()) -> set[str]:
+    """The inputs that are not one value in all samples: where a loss reads one, only these have shown it."""
+    numbers = {name: each for name, each in batches[0].items() if isinstance(each, (Tensor, float)) and name not in but}
+    first = {name: torch.atleast_1d(torch.as_tensor(each))[:1] for name, each in numbers.items()}
+    rows = [(name, torch.atleast_1d(torch.as_tensor(each[name]))) for each in batches for name in first]
+    return {name for name, its in rows if its.shape[1:] != first[name].shape[1:] or bool((its != first[name]).any())}
 
 
 def _difference(run: LossRun, tried: Sequence[Split], window: WholeWindow, *, rounded: bool) -> str:
@@ -76,10 +82,15 @@ def _difference(run: LossRun, tried: Sequence[Split], window: WholeWindow, *, ro
 
 def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool) -> str:
     # All forwards before any comparison: the ranks of shards meet in them.
+    before, drawn = {id(each): each._version for each in run.model.buffers()}, random_states()
     loss, wanted = _gradient(run, run.forward(dict(split.whole), None))
-    window.collect([split.whole], lambda batch: run.forward(batch, None))
+    if drawn.drew():
+        return "draws numbers (dimensions, layers); for sentence-transformers use MatryoshkaLoss, n_dims_per_step=-1"
+    queues = [name for name, each in run.model.named_buffers() if before.get(id(each)) != each._version]
+    again = list[float]()
+    window.collect([split.whole], lambda batch: again.append(float(run.forward(dict(batch), None))))
     whole = window.kept
-    window.collect([split.one, split.other], lambda batch: run.forward(batch, None))
+    window.collect([split.one, split.other], lambda batch: run.forward(dict(batch), None))
     parts = []
     for place, batch in enumerate((split.one, split.other)):
         with window.micro_batch(place):
@@ -87,9 +98,11 @@ def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool)
         parts.append(_gradient(run, part))
     size = min((each.element_size() for [each] in whole.values() if each.is_floating_point()), default=0)
     tolerance = _OF_HALVES if rounded else _TOLERANCE.get(size, _OF_HALVES)
+    if abs(again[0] - loss) > tolerance * abs(loss):
+        return f"is {loss:g}, then {again[0]:g} for the same samples: a forward keeps a state, as a queue ({queues})"
     for key, [each] in whole.items():
         if not _off(torch.cat(window.kept.get(key, [each[:0]])), each) <= tolerance:
-            return f"gets other rows from {key}, or in another order, of two micro-batches joined than of each"
+            return f"gets other rows from {key[1]}, or in another order, of two micro-batches joined than of each"
     off = _off((parts[0][1] + parts[1][1]) / 2, wanted)
     if off <= tolerance and all(abs(value - loss) <= tolerance * abs(loss) for value, _ in parts):
         return ""
@@ -108,9 +121,19 @@ def _gradient(run: LossRun, loss: Tensor) -> tuple[float, Tensor]:
         return float(loss), loss.new_zeros(1)
     leaves = (getattr(node, "variable", None) for node in nodes_of(loss))
     if any(leaf is not None and leaf._backward_hooks and not isinstance(leaf, nn.Parameter) for leaf in leaves):
-        raise RuntimeError("its backward runs the model again, as that of a Cached loss")
+        raise RuntimeError(
+            "its backward runs the model again; use the loss without Cached in its name, or without mini-batches"
+        )
     trained = [each for each in run.model.parameters() if each.requires_grad]
-    both = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    hooks = [each._backward_hooks for each in trained]
+    try:
+        # They belong to training: those of a loop would add this gradient up.
+        for each in trained:
+            each._backward_hooks = None
+        both = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    finally:
+        for each, its in zip(trained, hooks, strict=True):
+            each._backward_hooks = its
     return float(loss.detach()), torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in both])
 
 

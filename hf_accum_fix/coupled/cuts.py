@@ -54,8 +54,10 @@ def cuts_of(model: nn.Module, named: Sequence[str] = (), beside: Sequence[object
     seen, found = set[nn.Module](), dict[str, nn.Module]()
     modules = dict(model.named_modules(seen))
     for name, each in [pair for holder in beside for pair in vars(holder).items()]:
-        if isinstance(each, nn.Module):
-            modules.update(each.named_modules(seen, name))
+        # A loss by data set.
+        for key, part in each.items() if isinstance(each, dict) else [("", each)]:
+            if isinstance(part, nn.Module):
+                modules.update(part.named_modules(seen, f"{name}.{key}".strip(".")))
     for name, each in modules.items() if not named else ():
         # FSDP2 makes a class of its own below the model's.
         for part in next((CUTS[base.__name__] for base in type(each).__mro__ if base.__name__ in CUTS), ()):
@@ -84,20 +86,14 @@ def hooked(modules: Mapping[str, nn.Module], does: Callable[[str, Any], Any]) ->
 def nearest_to_the_loss(
     model: nn.Module, forward: Callable[[], Tensor], samples: int, without: Collection[str] = ()
 ) -> dict[str, nn.Module]:
-    """The modules with one vector per sample that its loss reaches first, by name.
-
-    Args:
-        model: as trained.
-        forward: a loss of it with its graph.
-        samples: of its batch.
-        without: names that are passed over.
-    """
+    """The modules with one vector per sample, or several, that a loss reaches first, by name; ``without``: some."""
     made: dict[Any, str] = {}
     modules = {name: each for name, each in model.named_modules() if name not in without}
 
     def note(name: str, outputs: Any) -> None:
         vectors = _vectors(outputs)
-        if vectors is not None and vectors.ndim == 2 and vectors.grad_fn is not None and len(vectors) == samples:
+        # Of several: the passages of a question, flattened.
+        if vectors is not None and vectors.ndim == 2 and vectors.grad_fn is not None and len(vectors) % samples == 0:
             made[vectors.grad_fn] = name
 
     with hooked(modules, note):

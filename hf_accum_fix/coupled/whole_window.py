@@ -17,8 +17,9 @@ Source: the two passes are GradCache's (Gao et al., 2021, arXiv:2101.06983), whi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +31,8 @@ from hf_accum_fix.accumulation.preserve import PythonState, random_states
 from hf_accum_fix.coupled.cuts import hooked, vectors_in, with_vectors
 from hf_accum_fix.errors import ContractError
 
-#: The vectors, or labels, of each micro-batch, by module and call, or by input.
-Kept = dict[str, list[Tensor]]
+#: The kind of a micro-batch, and the call of a module, or the input.
+Key = tuple[str, str]
 
 
 @dataclass
@@ -41,74 +42,80 @@ class WholeWindow:
     Attributes:
         modules: that return one vector per sample, by name.
         ranks: whose samples the loss gets, W.
-        kept: of the window: of this rank's micro-batches, or of all ranks' in order.
+        kept: of each micro-batch of this rank, or of all ranks in order; empty: the window is not cut.
         first: the place of this rank's first micro-batch among them.
-        micro_batches: G, of this rank.
-        compares: the vectors of both passes are compared, and the losses of its micro-batches.
-        drift: the largest difference of vectors, relative to the largest number; 0-dim; None: not compared.
-        losses: to be compared.
+        kinds: of this rank's micro-batches; a loss gets those of its own kind.
+        micro_batches: of all ranks whose samples the loss gets.
+        drift: the largest difference of vectors in the second pass, relative to the largest number; 0-dim.
+        losses: of its micro-batches, by kind.
     """
 
     modules: Mapping[str, nn.Module]
     ranks: int = 1
-    kept: Kept = field(default_factory=dict)
-    first: int = 0
+    kept: dict[Key, list[Tensor]] = field(default_factory=dict)
+    first: dict[Key, int] = field(default_factory=dict)
+    kinds: list[str] = field(default_factory=list)
     micro_batches: int = 0
-    compares: bool = True
     drift: Tensor | None = None
-    losses: list[Tensor] = field(default_factory=list)
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)
     _states: list[PythonState] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
+    _place: int = 0
 
     def collect(self, batches: Sequence[Any], forward: Callable[[Any], object]) -> None:
         """Keep the vectors of every micro-batch, by one forward without gradient each, in the order of training."""
-        self.kept, self.first, self.micro_batches, self._states = {}, 0, len(batches), []
-        for place, batch in enumerate(batches):
+        self.kept, self.first, self._states, self.drift, self.losses = {}, {}, [], None, {}
+        self.kinds, self.micro_batches = [kind_of(each) for each in batches], len(batches)
+        for self._place, batch in enumerate(batches):
             self._states.append(random_states())
             for name, labels in _labels(batch):
-                self.kept.setdefault(f"input {name}", []).append(labels)
+                self._keep(f"input {name}", labels)
             with torch.no_grad(), self._hooked(self._keep), errors_of_forward():
                 forward(batch)
-            short = sorted(key for key, each in self.kept.items() if len(each) != place + 1)
-            if short:
-                raise ContractError(
-                    f"got {short[0]} in some of a window's micro-batches only; expected it in all of them; with "
-                    "coupled_loss='exact' each has to call the same modules and have the same labels"
-                )
 
     @contextmanager
     def micro_batch(self, place: int) -> Iterator[None]:
         """Around the forward of a micro-batch in training, number ``place``: its loss gets the vectors of all."""
-        self._states[place].restore()
-        with self._hooked(lambda key, vectors: self._joined(key, vectors, self.first + place)):
+        self._place = place
+        if self.kept:
+            self._states[place].restore()
+        with self._hooked(self._joined) if self.kept else nullcontext():
             yield
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A micro-batch's inputs with the labels of the window, which belong to the vectors."""
-        return {**batch, **{name: torch.cat(self.kept[f"input {name}"]).to(own.device) for name, own in _labels(batch)}}
+        kind = self.kinds[0] if len({*self.kinds}) == 1 else kind_of(batch)
+        of = {name: self.kept.get((kind, f"input {name}"), [own]) for name, own in _labels(batch)}
+        return {**batch, **{name: torch.cat(its).to(batch[name].device) for name, its in of.items()}}
 
-    def _keep(self, key: str, vectors: Tensor) -> None:
-        self.kept.setdefault(key, []).append(vectors.detach())
+    def note(self, loss: Tensor) -> None:
+        """What a micro-batch adds to the logged loss: of all of one kind the same."""
+        if self.kept and self.modules:
+            self.losses.setdefault(self.kinds[self._place], []).append(loss)
 
-    def _joined(self, key: str, vectors: Tensor, place: int) -> Tensor:
+    def _keep(self, what: str, vectors: Tensor) -> None:
+        self.kept.setdefault((self.kinds[self._place], what), []).append(vectors.detach())
+
+    def _joined(self, what: str, vectors: Tensor) -> Tensor:
         """The vectors of the window, those of this micro-batch with gradient."""
+        kind = self.kinds[self._place]
+        its = self.kept.get((kind, what), [])
+        place = self.first.get((kind, what), 0) + self.kinds[: self._place].count(kind)
         # A checkpoint around a module calls it again in the backward.
-        before = self.kept[key][place].to(vectors) if key in self.kept else vectors[:0]
+        before = its[place].to(vectors) if place < len(its) else vectors[:0]
         if before.shape != vectors.shape:
             raise ContractError(
-                f"got {tuple(vectors.shape)} from {key}, and {tuple(before.shape)} as its vectors were collected; "
+                f"got {tuple(vectors.shape)} from {what}, and {tuple(before.shape)} as its vectors were collected; "
                 "expected the same; with coupled_loss='exact' a module has to return the same for the same samples"
             )
-        if self.compares:
+        if vectors.requires_grad:
             drift = (vectors.detach() - before).abs().amax() / before.abs().amax().clamp(min=1e-30)
             self.drift = drift if self.drift is None else torch.maximum(self.drift, drift)
-        if vectors.requires_grad:
             # In a new tensor: others may use the module's own output.
             vectors = vectors * 1.0
-            times = self.micro_batches * self.ranks
+            times = len(self.kinds) * self.ranks * len(its) / self.micro_batches
             vectors.register_hook(lambda grad: grad * times)  # type: ignore[no-untyped-call]
-        others = [each.to(vectors) for each in self.kept[key]]
-        return torch.cat([*others[:place], vectors, *others[place + 1 :]])
+        return torch.cat([vectors if at == place else each.to(vectors) for at, each in enumerate(its)])
 
     @contextmanager
     def _hooked(self, does: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
@@ -120,8 +127,16 @@ class WholeWindow:
             vectors = does(f"{name or 'the model'}, call {call + 1}", vectors_in(outputs, name))
             return None if vectors is None else with_vectors(outputs, vectors)
 
-        with hooked(self.modules, hook):
+        # sentence-transformers may embed columns in one forward, one after the other: no rows of samples.
+        merging = sys.modules.get("sentence_transformers.base.losses.merged_forward")
+        with hooked(self.modules, hook), nullcontext() if merging is None else merging.column_merging_disabled():
             yield
+
+
+def kind_of(batch: Any) -> str:
+    """What micro-batches have in common that can be one batch: the names of their inputs, and the data set's."""
+    pairs = batch.items() if isinstance(batch, Mapping) else ()
+    return repr(sorted((name, value if isinstance(value, str) else "") for name, value in pairs))
 
 
 def _labels(batch: Any) -> Iterator[tuple[str, Tensor]]:

@@ -93,12 +93,58 @@ def supervised(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch
     return -(outputs["logits"].log_softmax(dim=1) * alike).sum(1).div(alike.sum(1)).mean()
 
 
-class Bags(Towers):
-    """Its inputs are not one row per sample: joined row by row, they are other samples."""
+class Passages(Towers):
+    """Several passages of a question, flattened, as of DPR: the first is the right one."""
 
-    def forward(self, ids: Tensor, starts: Tensor, y: Tensor) -> dict[str, Tensor]:
-        x = F.embedding_bag(ids, torch.eye(6, dtype=y.dtype), starts)
-        return super().forward(x, y)
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        one, other = self.vectors(x, y.flatten(0, 1))
+        logits = one @ other.T * self.temperature.exp()
+        return {"loss": F.cross_entropy(logits, torch.arange(len(one)) * (len(other) // len(one)))}
+
+
+class Queue(Towers):
+    """MoCo: the vectors of the last batches are negatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        one, other = self.vectors(x, y)
+        logits = one @ torch.cat([other, self.queue]).T * self.temperature.exp()
+        self.queue.copy_(torch.cat([other.detach(), self.queue])[:4])
+        return {"loss": F.cross_entropy(logits, torch.arange(len(one)))}
+
+
+class Pooled(nn.Module):
+    """A bi-encoder whose texts are pooled by a function, and padded to the longest of a batch by zeros."""
+
+    def __init__(self, as_module: bool = True) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(50, 8), nn.Linear(8, 8)
+        self.vectors = nn.Identity() if as_module else torch.Tensor.contiguous
+
+    def states(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(self.words(x)), (x != 0)[..., None]
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        pooled = ((states * mask).sum(1) / mask.sum(1) for states, mask in map(self.states, (x.long(), y.long())))
+        one, other = (self.vectors(each) for each in pooled)
+        return {"loss": F.cross_entropy(one @ other.T, torch.arange(len(one)))}
+
+
+class Late(Pooled):
+    """Late interaction, as of ColBERT: the loss takes a vector of each token, and the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks = nn.Identity()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        (one, ones), (other, others) = ([self.vectors(s), self.masks(mask)] for s, mask in map(self.states, (x, y)))
+        scores = torch.einsum("aid,bjd->abij", one, other).masked_fill(~others[:, :, 0][None, :, None], -1e9)
+        best = scores.amax(-1).masked_fill(~ones[:, :, 0][:, None], 0.0).sum(-1)
+        return {"loss": F.cross_entropy(best, torch.arange(len(one)))}
 
 
 class RootOfMean(nn.Module):
@@ -211,6 +257,22 @@ def _of_numbers(classes: int = 0) -> list[dict[str, Tensor]]:
     return [{**row, "labels": torch.tensor(at % classes)} for at, row in enumerate(rows)] if classes else rows
 
 
+def _of_words(longest: int) -> list[dict[str, Tensor]]:
+    """Texts of two words to ``longest``, with zeros up to it; `Padded` takes the needless ones away."""
+    g = torch.Generator().manual_seed(5)
+    x, y = (torch.randint(1, 50, (SAMPLES, longest), generator=g) for _ in range(2))
+    for at in range(SAMPLES):
+        x[at, 2 + at % (longest - 1) :], y[at, 2 + 3 * at % (longest - 1) :] = 0, 0
+    return [{"x": x[at], "y": y[at]} for at in range(SAMPLES)]
+
+
+class Padded(Coupled):
+    """To the longest text of a batch."""
+
+    def batch(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+        return {key: each[:, each.any(0)] for key, each in super().batch(samples).items()}
+
+
 def _of_depths() -> list[dict[str, Tensor]]:
     """Depth maps, with ever more pixels that were not measured."""
     g = torch.Generator().manual_seed(4)
@@ -240,6 +302,11 @@ MODELS: Mapping[str, Coupled] = {
     "GLPN, BatchNorm frozen": Coupled(_depth, _of_depths(), stock_ends=True),
     "InfoNCE of one's own": Coupled(Towers, _of_numbers(), options=_OWN),
     "InfoNCE of one's own, found": Coupled(Towers, _of_numbers()),
+    "flattened passages": Coupled(
+        Passages, [{**row, "y": torch.stack([row["y"], row["y"].flip(0)])} for row in _of_numbers()]
+    ),
+    "mean pooling, padded to the longest": Padded(Pooled, _of_words(9)),
+    "late interaction": Coupled(Late, _of_words(9), options={"coupled": ("vectors", "masks")}),
     "supervised contrastive": Coupled(Supervised, _of_numbers(3), options=_OWN),
     "two classes by a flag": Coupled(
         Supervised, [{**row, "labels": row["labels"] > 0} for row in _of_numbers(2)], options=_OWN
