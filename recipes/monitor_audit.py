@@ -42,7 +42,7 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
                 norms.update(norm, items)
             alarms = [("rank_loss", loss.judge(read.loss)), ("rank_gradients", gradients.judge(read.gradients))]
             alarms.append(("gradient_norm", norms.judge(norms.read())))
-            alarms += [("loss_over_time", trend.judge(read.loss, read.rate, read.epoch)) for trend in trends]
+            alarms += [("loss_over_time", trend.add(read.loss.mean, read.rate, read.epoch)) for trend in trends]
             for name, alarm in alarms:
                 its[name] += [(log, alarm.kind)] if alarm is not None and not alarm.observation else []
     return found
@@ -136,8 +136,8 @@ def memory_alarms(sizes: ndarray, capacity: float, since: int = 0) -> list[int]:
     shown = {"size": 0.0}
 
     class Shown(MemoryMonitor):
-        def _now(self) -> tuple[float, float, float]:
-            return (shown["size"],) * 3
+        def _now(self) -> float:
+            return shown["size"]
 
     monitor, found = Shown(device=torch.device("cpu"), capacity=capacity), []
     for step, size in enumerate(sizes.tolist(), start=1):

@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_accum_fix.monitor.alarms import Alarm as Alarm, Alarms as Alarms, MonitorAlarmError as MonitorAlarmError
     from hf_accum_fix.monitor.batch_norm import check_batch_norm as check_batch_norm, compare_buffers as compare_buffers
-    from hf_accum_fix.monitor.batch_norm import convert_sync_batch_norm as convert_sync_batch_norm
-    from hf_accum_fix.monitor.callbacks import BatchNormCallback as BatchNormCallback
-    from hf_accum_fix.monitor.callbacks import GradientNormCallback as GradientNormCallback
-    from hf_accum_fix.monitor.callbacks import LossCallback as LossCallback, MemoryCallback as MemoryCallback
     from hf_accum_fix.monitor.callbacks import MonitorsCallback as MonitorsCallback
-    from hf_accum_fix.monitor.callbacks import NoiseScaleCallback as NoiseScaleCallback, PaceCallback as PaceCallback
-    from hf_accum_fix.monitor.callbacks import RankGradientsCallback as RankGradientsCallback
-    from hf_accum_fix.monitor.callbacks import ReplicasCallback as ReplicasCallback
-    from hf_accum_fix.monitor.callbacks import SharedSamplesCallback as SharedSamplesCallback
-    from hf_accum_fix.monitor.callbacks import all_callbacks as all_callbacks
     from hf_accum_fix.monitor.gradient_norm import GradientNorm as GradientNorm
     from hf_accum_fix.monitor.loss import LossMeter as LossMeter
     from hf_accum_fix.monitor.loss_over_time import AccuracyTrend as AccuracyTrend, FirstLoss as FirstLoss
@@ -44,9 +35,8 @@ if TYPE_CHECKING:
 #: Public names, by the module that holds them.
 _NAMES = {
     "alarms": "Alarm Alarms MonitorAlarmError",
-    "batch_norm": "check_batch_norm compare_buffers convert_sync_batch_norm",
-    "callbacks": "BatchNormCallback GradientNormCallback LossCallback MemoryCallback MonitorsCallback "
-    "NoiseScaleCallback PaceCallback RankGradientsCallback ReplicasCallback SharedSamplesCallback all_callbacks",
+    "batch_norm": "check_batch_norm compare_buffers",
+    "callbacks": "MonitorsCallback",
     "gradient_norm": "GradientNorm",
     "loss": "LossMeter",
     "loss_over_time": "AccuracyTrend FirstLoss LossOscillation LossStall LossTrend",

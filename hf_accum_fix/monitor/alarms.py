@@ -55,10 +55,7 @@ class Gathered(Generic[R]):
     _ranks: Ranks
 
     def row(self) -> Tensor:
-        """This rank's numbers since the last reading: [numbers], float64 on the CPU, as many on every rank.
-
-        One device sync at most, and no collective.
-        """
+        """This rank's numbers since the last reading: [numbers], float64 on the CPU, as many on every rank."""
         raise NotImplementedError
 
     def reading(self, table: Tensor) -> R:
@@ -88,7 +85,6 @@ class Alarms:
         on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable gets every alarm, on every rank.
 
     Attributes:
-        on_alarm: as above.
         stop: an alarm asks to stop the run; the same on every rank.
 
     Raises:
@@ -110,25 +106,12 @@ class Alarms:
         """Alarms so far, logged or not; the same on every rank."""
         return self._times.total()
 
-    def counters(self, group: str) -> dict[str, int]:
-        """Alarms so far by the name of their counter: that of a group, or the alarm's own without its ranks.
-
-        Args:
-            group: what begins the names of the alarms that count as one, "rank_loss"; it is there from the start.
-        """
-        found = Counter({f"{group}_alarms": 0})
+    def counters(self) -> dict[str, float]:
+        """Alarms so far: all of them, and by their names without the ranks."""
+        found = Counter({"all_alarms": self.count})
         for kind, times in self._times.items():
-            name = _RANKS.sub("", kind).replace("-", "_")
-            found[f"{group if name.startswith(group) else name}_alarms"] += times
-        return dict(found)
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of alarms by name."""
-        return dict(self._times)
-
-    def load_state_dict(self, times: dict[str, int]) -> None:
-        """Go on counting from there."""
-        self._times = Counter(times)
+            found[_RANKS.sub("", kind).replace("-", "_") + "_alarms"] += times
+        return {name: float(times) for name, times in found.items()}
 
     def say(self, alarm: Alarm | None, step: int | None = None) -> None:
         """Count the alarm, log it if it is due, and run `on_alarm`; None is no alarm.

@@ -3,13 +3,8 @@
 Symptom: a run on several devices, or with accumulation, trains worse than the same batch on one device, although loss
 and gradients are scaled right.
 
-    for finding in check_batch_norm(ddp_model, per_device_batch=4, accumulation_steps=8, optimizer=optimizer):
-        alarms.say(finding)
-
 **Convert before wrapping.** DDP reduces, and the optimizer steps, the parameters that they were given. torch's own
-converter moves the very parameters into the new layers, so that converting a wrapped model is harmless with it (torch
-2.13: tested). Others copy them (apex's ``convert_syncbn_model``, older torch, many hand-written ones), and then the
-forward uses parameters that nobody reduces and nobody steps.
+converter moves these into the new layers; others copy them, and then nobody reduces and steps what the forward uses.
 """
 
 from __future__ import annotations
@@ -17,12 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, alike, by_rank
 from hf_accum_fix.monitor.thresholds import SETTLED_FORWARDS, SMALL_BATCH, UNEVEN
@@ -38,8 +31,7 @@ def check_batch_norm(
 ) -> tuple[Alarm, ...]:
     """Everything found about the BatchNorm layers of a model; empty without any.
 
-    Call it in training mode, after the first step: layers in evaluation mode are frozen and take no statistics. The
-    collectives are those of `compare_buffers`.
+    Call it in training mode, after the first step: layers in evaluation mode are frozen and take no statistics.
 
     Args:
         model: the model that training runs, wrapped or not.
@@ -51,26 +43,21 @@ def check_batch_norm(
     ranks = ranks or TorchRanks()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     samples = {
-        name: per_device_batch * (_size(its, ranks) if isinstance(its, nn.SyncBatchNorm) else 1)
+        name: per_device_batch * (ranks.size if isinstance(its, nn.SyncBatchNorm) else 1)
         for name, its in layers.items()
         if its.training
     }
     few = " or ".join(map(str, sorted(set(samples.values()))))
-    small = {name: count for name, count in samples.items() if count < SMALL_BATCH}
     found = [_stale(model, layers, optimizer), _converted_late(model, layers), compare_buffers(model, ranks)]
-    if small:
-        words = (
-            f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from {few} "
-            f"samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where there are more ranks, "
-            "GroupNorm, or frozen statistics"
-        )
-        found.insert(0, Alarm("batch-norm-small-batch", words))
+    use = "use larger micro-batches, SyncBatchNorm (times the ranks), GroupNorm, or frozen statistics"
+    if min(samples.values(), default=SMALL_BATCH) < SMALL_BATCH:
+        words = f"BatchNorm layers take their statistics from {few} samples; below {SMALL_BATCH} their noise costs "
+        found.insert(0, Alarm("batch-norm-small-batch", f"{words}accuracy; {use}"))
     if samples and accumulation_steps > 1:
         words = (
-            f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {few} samples, "
-            f"while an optimizer step has {per_device_batch * accumulation_steps * ranks.size}; no scaling of loss or "
-            "gradients changes that; use larger micro-batches, SyncBatchNorm (times the ranks), a normalisation "
-            "without batch statistics (GroupNorm), or freeze them"
+            f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {few} samples, while an "
+            f"optimizer step has {per_device_batch * accumulation_steps * ranks.size}; no scaling of loss or gradients "
+            f"changes that; {use}"
         )
         found.insert(0, Alarm("batch-norm-accumulation", words))
     return tuple(alarm for alarm in found if alarm is not None)
@@ -82,33 +69,31 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_s
     With DistributedDataParallel's defaults they differ between two forwards by design: the next one copies rank 0's.
     What a rank has added to them since then is its own data's: after 50 forwards, data of which the first layer has
     other statistics are reported. Ranks that hold other layers (stages of a pipeline) are not compared. At most three
-    collectives: of one number a rank, of all running statistics, and of one number for each of them and rank.
+    collectives.
     """
     ranks = ranks or TorchRanks()
     buffers = [
-        (name, buffer.detach().double())
-        for name, module in model.named_modules()
+        buffer.detach().double()
+        for module in model.modules()
         if isinstance(module, _BatchNorm)
         for buffer in (module.running_mean, module.running_var)
         if buffer is not None
     ]
     copied = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
     # A collective, so it comes before any early return: a rank without layers would leave the others waiting.
-    if ranks.size == 1 or not alike(ranks, [copied, *((name, buffer.shape) for name, buffer in buffers)]):
+    if ranks.size == 1 or not alike(ranks, [copied, *(buffer.shape for buffer in buffers)]):
         return None
     if copied or not buffers:
         return _uneven(model, ranks, accumulation_steps) if buffers else None
-    mine = torch.cat([buffer.flatten().cpu() for _, buffer in buffers])
+    mine = torch.cat([buffer.flatten().cpu() for buffer in buffers])
     apart = (mine - ranks.sum(mine) / ranks.size).abs()
-    of_each = torch.split_with_sizes(apart, [buffer.numel() for _, buffer in buffers])
-    most = by_rank(ranks, torch.stack([each.max() for each in of_each])).amax(0)
-    amount, name = max(zip(most.tolist(), [name for name, _ in buffers], strict=True))
+    amount = float(by_rank(ranks, apart.max()).max())
     if amount == 0:
         return None
     return Alarm(
         "batch-norm-buffers-differ",
-        f"the running statistics of the ranks differ, most in {name} (by {amount:.3g} from their mean): nothing brings "
-        "them together, so that every rank evaluates with its own, and a checkpoint holds rank 0's alone; use "
+        f"the running statistics of the ranks differ, by {amount:.3g} from their mean at most: nothing brings them "
+        "together, so that every rank evaluates with its own, and a checkpoint holds rank 0's alone; use "
         "SyncBatchNorm, or average the buffers over the ranks before evaluating",
     )
 
@@ -137,54 +122,6 @@ def _uneven(model: nn.Module, ranks: Ranks, accumulation_steps: int) -> Alarm | 
     )
 
 
-def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """`torch.nn.SyncBatchNorm` for every BatchNorm layer, with the same parameters and buffers, in place where it can.
-
-    Args:
-        model: not wrapped yet; the optimizer may exist, since it keeps the same parameters.
-        process_group: over which statistics are taken; None is all processes.
-
-    Returns:
-        The model; a new module where it is itself a BatchNorm layer.
-
-    Raises:
-        UnsupportedSetupError: if the model, or a part of it, is wrapped or compiled already, or if a layer is more than
-            BatchNorm: of timm's layers with an activation, torch's converter drops it silently.
-
-    Source: https://github.com/pytorch/pytorch/issues/187298 (the activation that is dropped).
-    """
-    for name, module in model.named_modules():
-        name, kind = name or "the model", type(module).__name__
-        if {cls.__name__ for cls in type(module).__mro__} & _WRAPPERS:
-            raise UnsupportedSetupError(
-                f"{name} is wrapped already ({kind}), and the wrapper may hold the layers that would be replaced; "
-                "convert first, then wrap, then make the optimizer"
-            )
-        if isinstance(module, _BatchNorm) and type(module) not in (*_PLAIN, nn.SyncBatchNorm):
-            raise UnsupportedSetupError(
-                f"got {name} ({kind}); expected plain BatchNorm layers: torch's converter would drop what else this "
-                "one computes; convert it by its own library's converter (timm: timm.layers.convert_sync_batchnorm), "
-                "before wrapping, or, if it is lazy, after one forward"
-            )
-    return _converted(model, process_group)
-
-
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def _converted(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    if type(module) in _PLAIN:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)  # type: ignore[no-any-return, no-untyped-call]
-    for name, child in list(module.named_children()):
-        setattr(module, name, _converted(child, group))
-    return module
-
-
-def _size(layer: nn.SyncBatchNorm, ranks: Ranks) -> int:
-    return ranks.size if layer.process_group is None else dist.get_world_size(layer.process_group)
-
-
 def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> Alarm | None:
     """Layers in use whose parameters DDP does not reduce or the optimizer does not step."""
     trained = [
@@ -193,14 +130,11 @@ def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> A
         for key, parameter in layer.named_parameters(recurse=False)
         if parameter.requires_grad
     ]
-    words = []
-    if isinstance(model, DistributedDataParallel):
-        words.append(("reduced by DDP", model._module_parameters))
+    holders = {"reduced by DDP": model._module_parameters} if isinstance(model, DistributedDataParallel) else {}
     if optimizer is not None:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        words.append(("held by the optimizer", held))
+        holders["held by the optimizer"] = [its for group in optimizer.param_groups for its in group["params"]]
     found = []
-    for what, parameters in words:
+    for what, parameters in holders.items():
         known = set(map(id, parameters))
         missing = [name for name, parameter in trained if id(parameter) not in known]
         found += [f"{len(missing)} are not {what} (first {missing[0]})"] if missing else []
@@ -210,7 +144,7 @@ def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> A
         "batch-norm-stale-parameters",
         f"of {len(trained)} parameters of BatchNorm layers {' and '.join(found)}: the layers were replaced after the "
         "model was wrapped or the optimizer made, and what the forward uses is not what is trained; convert first "
-        "(convert_sync_batch_norm), then wrap, then make the optimizer",
+        "(torch's convert_sync_batchnorm), then wrap, then make the optimizer",
     )
 
 

@@ -51,11 +51,9 @@ class Shifts:
 
     A rank differs for good where its mean difference, beyond the tolerance, is far from zero in its errors (Student,
     Bonferroni over the ranks), and every five readings of the 30 show half of it, as a level that is drawn anew does
-    not. An error computed from the samples of one reading takes them for independent. Where they are correlated
-    (documents in order, difficulty that persists, shards of their own), all ranks wander further: the errors are
-    widened by how far block means of the readings before the 30 changed from block to block, and, of more than two
-    ranks, by how far the *others* were apart, so that a rank that is off does not hide itself. Of two ranks the higher
-    one is named.
+    not. Where samples are correlated (documents in order, difficulty that persists), all ranks wander further: the
+    errors are widened by how far block means of the readings before the 30 changed from block to block, and, of more
+    than two ranks, by how far the *others* were apart. Of two ranks the higher one is named.
 
     The next alarm takes twice as many readings.
 
@@ -63,9 +61,6 @@ class Shifts:
 
     Args:
         only_above: whether a rank below the others is none that is off.
-
-    Attributes:
-        worst: the most unusual rank of the last reading; None before the first.
     """
 
     def __init__(self, *, only_above: bool = False) -> None:
@@ -73,7 +68,6 @@ class Shifts:
         self._past = deque[Sequence[Deviation]](maxlen=KEPT)
         self._ranks = list[int]()
         self._since, self._fewest = 0, COMPARED
-        self.worst: Deviation | None = None
 
     def add(self, reading: Sequence[Deviation]) -> Deviation | None:
         """The rank that has shifted, with its mean difference over the last 30 readings; None while none has.
@@ -83,7 +77,6 @@ class Shifts:
         if [its.rank for its in reading] != self._ranks:
             self._past.clear()
             self._ranks, self._since, self._fewest = [its.rank for its in reading], 0, COMPARED
-        self.worst = max(reading, key=lambda its: (abs(its.unusual), its.difference))
         self._past.append(reading)
         self._since += 1
         if self._since < self._fewest:

@@ -3,12 +3,6 @@
 Symptom: the run diverges, or learns nothing because every step is clipped; the last gradient norm before each log, one
 in ten, shows neither.
 
-    norms = GradientNorm(max_norm=1.0)
-    ...
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norms.update(norm, items)                                                    # every step; no device sync
-    alarms.say(norms.judge(norms.read()))                                        # at every log: one device sync
-
 The norm after the reduction is the same on every rank, so `read` communicates nothing. The noise of a gradient falls
 with the root of its items: a short step, as at the end of an epoch, is no spike. Imports no torch by itself: `watch`
 judges logs by it.
@@ -26,34 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from hf_accum_fix.monitor import thresholds as at
 from hf_accum_fix.monitor.alarms import Alarm, Gathered
-from hf_accum_fix.monitor.robust import SIGMA_PER_MAD, median_and_sigma, noise_sigma
+from hf_accum_fix.monitor.robust import noise_sigma
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOOK_AT = "look at the samples of that step, the learning rate (a longer warm-up) and the precision"
-#: Smallest norm that has a logarithm of its own; least deviation of log norms that a window is assumed to have; most
-#: steps of a reading that may be spikes.
-_LEAST_NORM, _LEAST_SIGMA, _CANDIDATES = 1e-30, 0.02, 8
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A norm far above the usual.
-
-    Attributes:
-        steps_ago: steps between it and the reading.
-        norm: its size.
-        usual: median of the steps before it.
-        unusual: distance of its logarithm from the usual one's, in standard deviations of the noise.
-        items: of the step on this rank; nan where they are not known.
-    """
-
-    steps_ago: int
-    norm: float
-    usual: float
-    unusual: float
-    items: float
+#: Smallest norm that has a logarithm of its own; least deviation of log norms that a window is assumed to have.
+_LEAST_NORM, _LEAST_SIGMA = 1e-30, 0.02
 
 
 @dataclass(frozen=True)
@@ -63,41 +37,39 @@ class GradientNormReading:
     Attributes:
         steps: how many.
         median: of the norms of the window, these included; nan without any.
-        mad: median absolute deviation from it, in the unit of the norm.
-        spikes: norms far above the usual.
-        clipped: share of the steps whose norm exceeded ``max_norm``; None where that is not known.
         not_finite: share of the window's steps whose norm was inf or nan.
+        spikes: norms far above the usual.
+        spike: the largest of them over its usual norm.
+        usual: that usual norm, the median of the steps before it.
+        steps_ago: steps between it and the reading.
     """
 
     steps: int
     median: float
-    mad: float
-    spikes: tuple[Spike, ...]
-    clipped: float | None
     not_finite: float
+    spikes: float
+    spike: float
+    usual: float
+    steps_ago: float
 
 
 class GradientNorm(Gathered[GradientNormReading]):
     """Compare every step's gradient norm with a window of the steps before it.
 
-    A spike is a norm whose logarithm is more than 9 times its noise above its median over the window, and at
-    least 3 times as large, of a step with half of the usual items or more. Logarithms, because norms are skewed; the
-    noise from step to step (`noise_sigma`) and the median, because neither the trend of a run that learns nor the
-    spikes themselves must raise the bar.
+    A spike is a norm whose logarithm is more than 9 times its noise above its median over the window, and at least 3
+    times as large, of a step with half of the usual items or more. The noise is from step to step (`noise_sigma`), so
+    that neither the trend of a run that learns nor the spikes themselves raise the bar.
 
     Args:
         max_norm: norm that gradients are clipped to; None where they are not.
-        every: steps from one norm to the next.
-        before_a_spike: fewest norms before one that is a spike.
     """
 
-    def __init__(self, max_norm: float | None = None, every: float = 1, before_a_spike: int = at.FEWEST_NORMS) -> None:
-        self.max_norm, self._every, self._before_a_spike = max_norm, every, before_a_spike
+    def __init__(self, max_norm: float | None = None) -> None:
+        self.max_norm = max_norm
         self._usual, self._items = deque[float](maxlen=at.WINDOW), deque[float](maxlen=at.WINDOW)
         self._finite = deque[bool](maxlen=at.WINDOW)
         self._new: list[tuple[Any, Any]] = []
         self._norms: Sequence[float] = ()
-        self._candidates: list[Spike] = []
         self._clipped = 0
         self._block, self._logs = list[float](), deque[float](maxlen=at.DRIFT_BLOCKS)
         self._reported: dict[str, float] = {}
@@ -109,7 +81,7 @@ class GradientNorm(Gathered[GradientNormReading]):
 
         Args:
             norm: of the gradient, one number, the same on every rank.
-            items: of the step: all of them for `read`, this rank's for `row`; nan: not known.
+            items: of the step on this rank; nan: not known.
         """
         self._new.append((norm.detach() if hasattr(norm, "detach") else norm, items))
 
@@ -118,19 +90,15 @@ class GradientNorm(Gathered[GradientNormReading]):
         return self.reading(self.row()[None])
 
     def row(self) -> Tensor:
-        """This rank's part of a reading: the items of steps that may be spikes, and the usual ones. One device sync."""
         import torch
 
-        self.add(*_numbers(self._new))
+        row = self.add(*_numbers(self._new))
         self._new.clear()
-        row = torch.full((_CANDIDATES + 1,), math.nan, dtype=torch.float64)
-        row[: len(self._candidates)] = torch.tensor([its.items for its in self._candidates], dtype=torch.float64)
-        row[-1] = median(self._items) if self._items else math.nan
-        return row
+        return torch.tensor(row, dtype=torch.float64)
 
-    def add(self, norms: Sequence[float], items: Sequence[float]) -> None:
-        """Add norms that are numbers already."""
-        self._norms = norms
+    def add(self, norms: Sequence[float], items: Sequence[float]) -> list[float]:
+        """Add norms that are numbers already: how many spikes, and the largest."""
+        self._norms, found = norms, list[tuple[float, float, float]]()
         for place, (norm, its) in enumerate(zip(norms, items, strict=True)):
             self._finite.append(math.isfinite(norm))
             self._clipped = self._clipped + 1 if self.max_norm is not None and norm > self.max_norm else 0
@@ -142,53 +110,29 @@ class GradientNorm(Gathered[GradientNormReading]):
                 self._block.clear()
             if norm <= 0:
                 continue
-            usual = median(self._usual) if len(self._usual) >= self._before_a_spike else math.inf
-            if norm > at.SPIKE * usual:
-                sigma = noise_sigma([math.log(each) for each in self._usual])
-                unusual = math.log(norm / usual) / max(sigma, _LEAST_SIGMA)
-                if unusual > at.UNUSUAL_NORM:
-                    self._candidates.append(Spike(len(norms) - 1 - place, norm, usual, unusual, its))
+            usual = median(self._usual) if len(self._usual) >= at.FEWEST_NORMS else math.inf
+            short = bool(self._items) and its < at.SHORT_STEP * median(self._items)
+            if norm > at.SPIKE * usual and not short:
+                sigma = max(noise_sigma([math.log(each) for each in self._usual]), _LEAST_SIGMA)
+                if math.log(norm / usual) > at.UNUSUAL_NORM * sigma:
+                    found.append((norm / usual, usual, len(norms) - 1 - place))
             self._usual.append(norm)
             if its > 0:
                 self._items.append(its)
-        self._candidates = sorted(self._candidates, key=lambda spike: -spike.unusual)[:_CANDIDATES]
+        return [len(found), *max(found, default=(math.nan,) * 3)]
 
-    def reading(self, table: Tensor | None = None) -> GradientNormReading:
-        """The reading, from the rows of all ranks; None: no step's items are known."""
-        norms, max_norm = self._norms, self.max_norm
-        *items, usual = table.sum(0).tolist() if table is not None else [math.nan] * (_CANDIDATES + 1)
-        spikes = tuple(
-            candidate
-            for its, candidate in zip(items, self._candidates, strict=False)
-            if not its < at.SHORT_STEP * usual
-        )
-        self._norms, self._candidates = (), []
-        centre, sigma = median_and_sigma(self._usual) if self._usual else (math.nan, math.nan)
-        return GradientNormReading(
-            steps=len(norms),
-            median=centre,
-            mad=sigma / SIGMA_PER_MAD,
-            spikes=spikes,
-            clipped=None if max_norm is None or not norms else sum(norm > max_norm for norm in norms) / len(norms),
-            not_finite=1 - sum(self._finite) / len(self._finite) if self._finite else 0.0,
-        )
+    def reading(self, table: Tensor | Sequence[Sequence[float]]) -> GradientNormReading:
+        """The reading; by the items of rank 0, so that every rank judges alike."""
+        norms, self._norms = self._norms, ()
+        centre = median(self._usual) if self._usual else math.nan
+        not_finite = 1 - sum(self._finite) / len(self._finite) if self._finite else 0.0
+        return GradientNormReading(len(norms), centre, not_finite, *(float(its) for its in table[0]))
 
     def logged(self, reading: GradientNormReading) -> dict[str, float]:
-        """Median and MAD of the last norms, spikes and share of clipped steps since the last log."""
+        """Median of the last norms, and spikes since the last log."""
         if not reading.steps:
             return {}
-        found = {"gradient_norm_median": reading.median, "gradient_norm_mad": reading.mad}
-        found["gradient_norm_spikes"] = float(len(reading.spikes))
-        return found if reading.clipped is None else {**found, "clipped_steps_share": reading.clipped}
-
-    def state_dict(self) -> dict[str, list[float] | list[bool]]:
-        """The window of norms, for JSON, without norms that were not read yet."""
-        return {"usual": list(self._usual), "finite": list(self._finite)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that window."""
-        self._usual.extend(state["usual"])
-        self._finite.extend(state["finite"])
+        return {"gradient_norm_median": reading.median, "gradient_norm_spikes": reading.spikes}
 
     def judge(self, reading: GradientNormReading) -> Alarm | None:
         """An alarm where norms are not finite (over 1 in 20 of the window), spike, are always clipped, or drift."""
@@ -200,11 +144,10 @@ class GradientNorm(Gathered[GradientNormReading]):
             )
         if not reading.spikes:
             return self._always_clipped(reading) or self._drift()
-        worst = max(reading.spikes, key=lambda spike: spike.unusual)
         return Alarm(
             "gradient-norm-spike",
-            f"gradient norm {worst.norm:.3g}, {worst.norm / worst.usual:.3g} times the usual {worst.usual:.3g}"
-            f"{f', {worst.steps_ago} steps before this log' * (worst.steps_ago > 0)}; {LOOK_AT}",
+            f"gradient norm {reading.spike * reading.usual:.3g}, {reading.spike:.3g} times the usual "
+            f"{reading.usual:.3g}, {reading.steps_ago:.0f} steps before this log; {LOOK_AT}",
         )
 
     def _always_clipped(self, reading: GradientNormReading) -> Alarm | None:
@@ -236,8 +179,7 @@ class GradientNorm(Gathered[GradientNormReading]):
             self._reported[verb] = since[-1]
             return Alarm(
                 f"gradient-norm-{verb}",
-                f"the gradient norm {verb}: {math.exp(sign * since[0]):.3g} some "
-                f"{at.DRIFT_BLOCK * self._every * len(since):,.0f} steps ago, "
+                f"the gradient norm {verb}: {math.exp(sign * since[0]):.3g} {at.DRIFT_BLOCK * len(since):,} norms ago, "
                 f"{math.exp(self._logs[-1]):.3g} now; look at the learning rate, weight decay and normalisation, and "
                 "for activations or a loss that grow or die",
             )

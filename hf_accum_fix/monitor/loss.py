@@ -2,12 +2,6 @@
 
 Symptom: the curve of a run on several GPUs oscillates where that of one GPU is smooth, because it shows the last batch
 before each log, or a mean in which a micro-batch of 3 tokens counts as much as one of 3,000.
-
-    meter = LossMeter()
-    ...
-    meter.update(loss, items=(batch["labels"] != -100).sum())        # every micro-batch; no device sync
-    reading = meter.read()                       # at a log: the only device sync and the only collective
-    print(reading.mean, reading.standard_error, [rank.mean for rank in reading.ranks])
 """
 
 from __future__ import annotations
@@ -27,8 +21,6 @@ from hf_accum_fix.monitor.alarms import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.thresholds import SAME_FACTOR, SAME_LOSS, SAME_LOSS_16_BIT
 
-#: Weight of a log in the moving average, over that of the next one.
-_SMOOTHING = 0.9
 #: Elements of float32 logits to process at a time: 64 MiB.
 _CHUNK = 2**24
 
@@ -115,17 +107,6 @@ class LossReading:
         """Loss per item over all micro-batches of all ranks; nan without an item."""
         return self.total.mean
 
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the mean: `Moments.standard_error`."""
-        return self.total.standard_error
-
-    @property
-    def spread(self) -> float:
-        """Largest minus smallest mean of a rank that has a loss; nan without one, and where one is nan."""
-        means = [moments.mean for moments in self.ranks if moments.items]
-        return max(means) - min(means) if means and not any(map(math.isnan, means)) else math.nan
-
     def times(self, factor: float) -> LossReading:
         """The same with every loss multiplied."""
         return LossReading(tuple(moments.times(factor) for moments in self.ranks))
@@ -142,7 +123,6 @@ class LossMeter(Gathered[LossReading]):
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or TorchRanks()
         self._moments: Tensor | None = None
-        self._smoothed = (0.0, 0.0)
 
     def update(self, loss: Tensor | float | None, items: Tensor | float = 1, *, summed: bool = False) -> None:
         """Take one micro-batch's loss into account; no device sync.
@@ -178,21 +158,11 @@ class LossMeter(Gathered[LossReading]):
         return LossReading(tuple(Moments(its[8], its[5], its[2], its[0], its[1], its[4]) for its in found))
 
     def logged(self, reading: LossReading) -> dict[str, float]:
-        """Mean with its error, and an exponential moving average; of several ranks each rank's mean, and their spread.
-
-        A log counts in the moving average by its items, and 0.9 times as much with each log since.
-        """
-        found = {"loss_standard_error": reading.standard_error}
-        total = reading.total
-        if math.isfinite(total.loss):
-            loss, items = self._smoothed
-            self._smoothed = (_SMOOTHING * loss + total.loss, _SMOOTHING * items + total.items)
-        if self._smoothed[1]:
-            found["loss_smoothed"] = self._smoothed[0] / self._smoothed[1]
+        """Mean with its error; of several ranks each rank's mean."""
+        found = {"loss_standard_error": reading.total.standard_error}
         if reading.total.items:
             found["loss"] = reading.mean
         if len(reading.ranks) > 1:
-            found["rank_loss_spread"] = reading.spread
             found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
         return found
 
@@ -213,23 +183,18 @@ class Verdict:
     """How a head's loss is reduced, the same on every rank.
 
     Attributes:
-        is_mean: the head returns the mean over its micro-batch's items.
-        is_share: it divides their sum by the number that it gets.
+        is_known: the loss was recognised.
+        is_mean: the head returns the mean over its micro-batch's items; else it divides by the number it gets.
         factor: weight that the Trainer gives a micro-batch, over the right one.
         guess: loss of a guess with all classes equally likely, ln(classes); nan without classes.
         handed: sum of the item counts that the steps of all ranks got since the last reading.
     """
 
+    is_known: bool = False
     is_mean: bool = False
-    is_share: bool = False
     factor: float = 1.0
     guess: float = math.nan
     handed: float = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the loss was recognised at all."""
-        return self.is_mean or self.is_share
 
 
 class LossCheck(Gathered[Verdict]):
@@ -303,7 +268,9 @@ class LossCheck(Gathered[Verdict]):
             means, shares, equal, exact, classes, steps = (vote / voters for vote in votes)
             is_mean = means == 1
             # A number that counts the items of all ranks goes with a loss that is multiplied by the ranks.
-            exact /= _ranks_counted(handed / items if items else 1.0, exact, size)
+            counted = handed / items if items else 1.0
+            of_all = abs(counted - size) < 0.2 * size or (abs(counted - 1) >= 0.2 and _near(exact, size))
+            exact /= size if of_all else 1
             right = _near(exact, 1.0) or (is_mean and _near(equal, 1.0))
             factor = 1.0 if right else equal if is_mean else exact
             wrong = {steps, size, steps * size}
@@ -311,7 +278,7 @@ class LossCheck(Gathered[Verdict]):
             # A mean is right, whatever scale the Trainer gives it; for a share only the Trainer's number is known.
             if is_mean or (shares == 1 and named):
                 guess = math.log(classes) if classes > 1 else math.nan
-                self._known = Verdict(is_mean, not is_mean, factor if named else 1.0, guess)
+                self._known = Verdict(True, is_mean, factor if named else 1.0, guess)
         return replace(self._known, handed=handed)
 
     def _vote(self) -> list[float]:
@@ -335,14 +302,6 @@ class LossCheck(Gathered[Verdict]):
 
 def _near(factor: float, expected: float) -> bool:
     return abs(factor - expected) <= SAME_FACTOR * expected
-
-
-def _ranks_counted(handed_over_items: float, exact: float, size: int) -> int:
-    """Ranks whose items the numbers count: 1, or all of them."""
-    for counted in (1, size):
-        if abs(handed_over_items - counted) < 0.2 * counted:
-            return counted
-    return size if _near(exact, size) else 1  # Items were counted in another unit.
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Iterator[Tensor]:

@@ -1,12 +1,8 @@
-"""The loss from log to log: divergence, jumps, swings, a stall, too large a first loss, an accuracy that stalls.
+"""The loss from log to log: divergence, swings, a stall, too large a first loss, an accuracy that stalls.
 
-    trend, alarms = LossTrend(), Alarms()
-    ...
-    alarms.say(trend.judge(meter.read(), rate))      # meter: a LossMeter, read at every log; rate: the learning rate
-
-A loss that jumps, swings or stalls may be a fault or intended: a restart, a second stage, a curriculum, a slow
-fine-tune. If the learning rate shows which, that decides; else it is reported as an observation (`Alarm`). Imports
-no torch: `watch` judges logs by the same classes.
+A loss that swings or stalls may be a fault or intended: a restart, a curriculum, a slow fine-tune. If the learning rate
+shows which, that decides; else it is reported as an observation (`Alarm`). Imports no torch: `watch` judges logs by the
+same classes.
 """
 
 from __future__ import annotations
@@ -17,57 +13,40 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
 
 from hf_accum_fix.monitor import thresholds as at
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.robust import error_of_mean, noise_sigma, slope_of_means, theil_sen
 
-if TYPE_CHECKING:
-    from hf_accum_fix.monitor.loss import LossReading
 
+class LossTrend:
+    """Detect a loss that is lost again.
 
-class OfLoss:
-    """Base: judged by a `LossMeter`'s reading, or by a logged loss."""
-
-    def judge(self, reading: LossReading, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-        """The alarm or observation that this reading completes, if any. Every rank judges alike, without communication.
-
-        Args:
-            reading: of a `LossMeter`.
-            rate: learning rate now; nan where it is not known.
-            epoch: epochs so far, with fractions; nan where they are not known.
-        """
-        return self.add(reading.mean, rate, epoch)
-
-    def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-        """The same of a loss that is a number."""
-        raise NotImplementedError
-
-
-class LossTrend(OfLoss):
-    """Detect a loss that is lost again (alarm), or has jumped and stays there (observation).
-
-    Means of 30 logs are compared. It has jumped where it is 1.5 times the 30 logs before. It diverges where it has
-    jumped to twice its best and at least halfway back to the first log, or is above that, and its later half is no
-    lower than its earlier: data that are new, or harder, are learned. No log of the mean is near the best, so that no
-    spikes and no hard stretches of data count. Where logs are correlated, as with difficulty that persists for some, a
-    mean of 30 is one of few: it has to be above the best by five errors, as stretches of 30 logs show them (all but the
-    largest, which may hold the jump). Told once; again where the loss has doubled since, or has recovered in between.
+    Means of 30 logs are compared: twice the best, halfway back to the first, up from the 30 logs before or above the
+    first, and its later half no lower than its earlier: data that are new, or harder, are learned. No log of the mean
+    is near the best. Where logs are correlated, a mean of 30 is one of few: it has to be above the best by five errors,
+    as stretches of 30 logs show them (all but the largest, which may hold the jump). Reported once; again where the
+    loss has doubled since, or has recovered in between.
     """
 
     def __init__(self) -> None:
-        self._logs = deque[tuple[float, float]](maxlen=2 * at.LOGS)
+        self._logs = deque[float](maxlen=2 * at.LOGS)
         self._count, self._errors = 0, list[float]()
-        self._first, self._best, self._jumped, self._diverged = math.nan, math.inf, math.inf, math.inf
+        self._first, self._best, self._diverged = math.nan, math.inf, math.inf
 
     def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
+        """The alarm or observation that a logged loss completes, if any. Every rank judges alike.
+
+        Args:
+            loss: the mean over the items.
+            rate: learning rate now; nan where it is not known.
+            epoch: epochs so far, with fractions; nan where they are not known.
+        """
         if not math.isfinite(loss):
             return None  # RankLoss reports it.
         self._first = loss if math.isnan(self._first) else self._first
-        self._logs.append((loss, rate))
-        losses, rates = zip(*self._logs, strict=True)
-        last, earlier = losses[-at.LOGS :], losses[: -at.LOGS]
+        self._logs.append(loss)
+        last, earlier = [*self._logs][-at.LOGS :], [*self._logs][: -at.LOGS]
         if len(last) < at.LOGS:
             return None
         now = fmean(last)
@@ -76,36 +55,26 @@ class LossTrend(OfLoss):
         if self._count % at.LOGS == 1 and min(last) > 0:
             self._errors.append(error_of_mean([math.log(its) for its in last]))
         if now < at.BACK * best:
-            self._jumped = self._diverged = math.inf
-        if not now > at.JUMP * best > 0 or min(last) < at.BACK * best:
-            return None
-        levels = f"{now:.4g} over the last {at.LOGS} logs, {best:.4g} at its best, {self._first:.4g} in the first log"
+            self._diverged = math.inf
         learns = fmean(last[at.LOGS // 2 :]) < fmean(last[: at.LOGS // 2])
-        jumped = len(earlier) == at.LOGS and now > at.JUMP * fmean(earlier)
+        if learns or now / 2 < self._diverged < math.inf or best <= 0 or min(last) < at.BACK * best:
+            return None
         errors = sorted(self._errors)[:-1]
         wanders = math.exp(at.WANDERS * math.sqrt(2 * fmean(its**2 for its in errors))) if errors else 1.0
         far = now > max(max(at.FAR_OVER_BEST, wanders) * best, (self._first + best) / 2)
-        if far and (jumped or now > self._first) and not learns and not now / 2 < self._diverged < math.inf:
-            self._jumped = self._diverged = now
-            return Alarm(
-                "loss-diverges",
-                f"the loss diverges: {levels}; look at the learning rate (a longer warm-up, a lower peak), the data "
-                "since then and the gradient norms before it rose",
-            )
-        if not jumped or now / 2 < self._jumped < math.inf:
+        jumped = len(earlier) == at.LOGS and now > at.JUMP * fmean(earlier)
+        if not far or not (jumped or now > self._first):
             return None
-        self._jumped = now
-        before, after = fmean(rates[: at.LOGS]), max(rates[at.LOGS :])
-        rose = f"; the learning rate rose from {before:.3g} to {after:.3g}" if after > at.RISE * before else ""
+        self._diverged = now
         return Alarm(
-            "loss-jumped",
-            f"the loss has jumped, and stays there: {levels}{rose}; a new stage, harder data and a restart look like "
-            "this, and so do a learning rate that is too high, broken data and a checkpoint that was not loaded",
-            observation=True,
+            "loss-diverges",
+            f"the loss diverges: {now:.4g} over the last {at.LOGS} logs, {best:.4g} at its best, {self._first:.4g} in "
+            "the first log; look at the learning rate (a longer warm-up, a lower peak), the data since then and the "
+            "gradient norms before it rose",
         )
 
 
-class LossOscillation(OfLoss):
+class LossOscillation:
     """Detect a swing by 12 % and more, of one period of 3 to 16 logs, by the 96th log.
 
     In two looks at 64 logs each, of the log losses without their linear trend and under Hann's window, one frequency
@@ -139,12 +108,11 @@ class LossOscillation(OfLoss):
             return None
         self._reported = True
         steady, of_epoch = restarts == 0, abs((epochs[-1] - epochs[0]) / found - 1) < at.OF_EPOCH
-        known = f"{', which is one epoch' * of_epoch}{', and the learning rate does not restart' * steady}"
         return Alarm(
             "loss-oscillates",
-            f"the loss swings by +- {math.sqrt(2) * swing:.0%} with a period of {at.LOOK / found:.3g} logs{known}; "
-            f"look at the learning rate (lower{', or its restarts' * (not steady)}), the order of the data (shuffled "
-            "in every epoch) and the momentum",
+            f"the loss swings by +- {math.sqrt(2) * swing:.0%} with a period of {at.LOOK / found:.3g} logs"
+            f"{', which is one epoch' * of_epoch}; look at the learning rate (lower, or its restarts), the order of "
+            "the data (shuffled in every epoch) and the momentum",
             observation=of_epoch or not steady,
         )
 
@@ -176,7 +144,7 @@ def _dominant(values: Sequence[float]) -> tuple[int, float]:
     return (top if sum(power[top - 1 : top + 2]) > at.SHARE * sum(power) else 0), swing
 
 
-class LossStall(OfLoss):
+class LossStall:
     """Judge once, at the 300th log, whether the loss has fallen since the first.
 
     It has where the line through all logs (Theil and Sen, 99.9 %) falls for sure, or by 5 %; where the first five logs
@@ -204,17 +172,11 @@ class LossStall(OfLoss):
         falls = slope.high < 0 or -slope.value * at.JUDGED > at.LEARNED * mean
         if falls or fell_at_once or lowest < (1 - at.FAR_BELOW) * first:
             return None
-        stalls = (
-            f"the loss is where it began: {first:.4g} in the first {at.FIRST} logs, "
-            f"{fmean(self._logs[-at.LOGS :]):.4g} in the last {at.LOGS} of {at.JUDGED}"
-        )
-        if self._highest_rate == 0:
-            return Alarm("loss-stalls", f"{stalls}; the learning rate is 0: look at its schedule")
         return Alarm(
             "loss-stalls",
-            f"{stalls}; expected of a slow fine-tune and of a task that is learned late; else look at the learning "
-            "rate, at parameters that are frozen or not held by the optimizer, and at the labels",
-            observation=True,
+            f"the loss is where it began: {first:.4g} in the first {at.FIRST} logs, {mean:.4g} in the mean of "
+            f"{at.JUDGED}; look at frozen parameters, labels, and the learning rate, at most {self._highest_rate:.3g}",
+            observation=self._highest_rate != 0,
         )
 
 

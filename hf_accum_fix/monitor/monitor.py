@@ -1,23 +1,19 @@
-"""Every monitor in one object, for any PyTorch loop; the README's first example shows one.
-
-What the setup does not allow (replicas of a sharded model, gradients before FSDP's reduction) is left out, with one
-warning.
-"""
+"""Every monitor in one object, for any PyTorch loop. What the setup does not allow is left out, with one warning."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
+from hf_accum_fix.monitor.alarms import Alarms, Gathered, OnAlarm
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
-from hf_accum_fix.monitor.loss import LossMeter, LossReading
+from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.noise_scale import NoiseScale
@@ -35,31 +31,6 @@ T = TypeVar("T")
 _SETTLED = 100
 
 
-class LossJudges:
-    """All that is judged by the loss.
-
-    `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`; and the `AccuracyTrend`, as ``accuracy``.
-    """
-
-    def __init__(self) -> None:
-        self._ranks, self._trends = RankLoss(), (LossTrend(), LossOscillation(), LossStall())
-        self._first, self.accuracy = FirstLoss(), AccuracyTrend()
-
-    def judge(self, reading: LossReading, rate: float, epoch: float, guess: float) -> Iterator[Alarm | None]:
-        """The alarms that a reading completes, at this learning rate and epoch, of this loss of a guess."""
-        yield self._ranks.judge(reading)
-        for trend in self._trends:
-            yield trend.judge(reading, rate, epoch)
-        yield self._first.add(reading.mean, guess)
-
-    def logged(self) -> dict[str, float]:
-        """The most unusual rank of the last reading."""
-        worst = self._ranks.worst
-        if worst is None:
-            return {}
-        return {"rank_loss_worst_rank": worst.rank, "rank_loss_worst_in_standard_errors": worst.unusual}
-
-
 class Monitor:
     """All monitors in one: what judges a loss, gradients, replicas, BatchNorm, pace, memory, samples and noise scale.
 
@@ -71,7 +42,6 @@ class Monitor:
         max_norm: norm that gradients are clipped to; None where they are not.
         per_device_batch: samples of one micro-batch; None leaves BatchNorm alone.
         accumulation_steps: micro-batches of one optimizer step on a rank.
-        check_every: steps from one comparison of the replicas to the next.
         noise_scale_every: steps from one that the gradient noise scale is measured in to the next; None: none is. Where
             a `GradScaler` scales the loss, use `NoiseScale` by itself.
         classes: a first loss far above a guess, ln(classes), is an alarm: of a language model the vocabulary; None: not
@@ -79,6 +49,8 @@ class Monitor:
 
     Attributes:
         alarms: counts them.
+        meter: the loss.
+        norms: the gradient norms.
 
     Raises:
         ValueError: if ``on_alarm`` is something else.
@@ -94,16 +66,20 @@ class Monitor:
         max_norm: float | None = None,
         per_device_batch: int | None = None,
         accumulation_steps: int = 1,
-        check_every: int = 100,
         noise_scale_every: int | None = None,
         classes: int | None = None,
     ) -> None:
         self._model, self._optimizer, self._ranks = model, optimizer, ranks or TorchRanks()
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self._step, self._steps_logged = Alarms(self._ranks, on_alarm), 0, 0
-        self._meter, self._judges = LossMeter(self._ranks), LossJudges()
+        self.meter, self._rank_loss = LossMeter(self._ranks), RankLoss()
+        self._trends, self._first, self._accuracy = (
+            (LossTrend(), LossOscillation(), LossStall()),
+            FirstLoss(),
+            AccuracyTrend(),
+        )
         self._guess = math.log(classes) if classes else math.nan
-        self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
+        self.norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._agreed = self._ranks.size == 1
         self._items: Tensor | float = 0.0
         self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
@@ -112,7 +88,7 @@ class Monitor:
         self._pace = Pace(model, self._ranks) if several else None
         self._noise = self._made("gradient noise scale", every, lambda: NoiseScale(model, every or 1, self._ranks))
         self._rank_gradients = self._made("gradients of single ranks", several, self._attached)
-        self._replicas = self._made("replicas", several, lambda: Replicas(model, optimizer, self._ranks, check_every))
+        self._replicas = self._made("replicas", several, lambda: Replicas(model, optimizer, self._ranks))
 
     @property
     def stop(self) -> bool:
@@ -131,7 +107,7 @@ class Monitor:
             loss: one number, the mean over its items; None on a rank that has none (an early pipeline stage).
             items: how many.
         """
-        self._meter.update(loss, items)
+        self.meter.update(loss, items)
         self._items = self._items + items
         if self._noise is not None:
             self._noise.micro_batch(items)
@@ -147,29 +123,33 @@ class Monitor:
             norm: the gradient's norm before clipping, as ``clip_grad_norm_`` returns it, the same on every rank; None
                 takes it here, but under FSDP1, where a rank has but a part of the gradient.
         """
+        self.micro_batch(loss, items)
+        self.end_of_step(norm)
+
+    def end_of_step(self, norm: Tensor | float | None) -> None:
+        """All micro-batches of the step have been taken; as `step`."""
         self._agree()
         self._step += 1
-        self.micro_batch(loss, items)
-        if self._noise is not None:
-            self._noise.step(norm)
         if norm is None and not self._flat:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
+        if self._noise is not None:
+            self._noise.step(math.nan if norm is None else norm)
         if norm is not None:
-            self._norms.update(norm, self._items)
+            self.norms.update(norm, self._items)
         self._items = 0.0
         self._memory.sample()
         if self._pace is not None:
             self._pace.step()
         if self._replicas is not None:
-            self._say(self._replicas.step())
+            self.alarms.say(self._replicas.step(), self._step)
         batch, steps, optimizer, ranks = self._per_device_batch, self._accumulation_steps, self._optimizer, self._ranks
         if batch is not None and self._step == _SETTLED:
-            self._say(compare_buffers(self._model, ranks, steps))
+            self.alarms.say(compare_buffers(self._model, ranks, steps), self._step)
         if batch is not None and self._step == 2:
             given = {"per_device_batch": batch, "accumulation_steps": steps}
             for alarm in check_batch_norm(self._model, **given, optimizer=optimizer, ranks=ranks):
-                self._say(alarm)
+                self.alarms.say(alarm, self._step)
 
     def log(self, accuracy: float | None = None, epoch: float = math.nan) -> dict[str, float]:
         """Everything since the last log, as numbers for any tracker; raises alarms. Call it on every rank.
@@ -181,26 +161,44 @@ class Monitor:
         Raises:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
         """
-        self._agree()
-        optional = (self._norms, self._memory, self._samples, self._rank_gradients, self._pace, self._noise)
-        watching = [each for each in optional if each is not None]
-        readings = read_together(self._ranks, [self._meter, *watching])
-        reading = readings[self._meter]
+        readings = read_together(self._ranks, self.gathered())
         rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
-        for alarm in self._judges.judge(reading, rate, epoch, self._guess):
-            self._say(alarm)
         if accuracy is not None:
-            self._say(self._judges.accuracy.judge(reading.mean, accuracy))
-        found = self._meter.logged(reading) | self._judges.logged()
-        for each in watching:
-            self._say(each.judge(readings[each]))
+            self.evaluated(readings[self.meter].mean, accuracy)
+        return self.logged(readings, rate, epoch, self._guess)
+
+    def gathered(self) -> list[Gathered[Any]]:
+        """What is read over the ranks at a log."""
+        self._agree()
+        optional = (self.norms, self._memory, self._samples, self._rank_gradients, self._pace, self._noise)
+        return [self.meter, *(each for each in optional if each is not None)]
+
+    def logged(self, readings: Mapping[Any, Any], rate: float, epoch: float, guess: float) -> dict[str, float]:
+        """Numbers and alarms of what was `gathered`, at this learning rate and epoch, of this loss of a guess."""
+        loss = readings[self.meter]
+        alarms = [self._rank_loss.judge(loss), *(trend.add(loss.mean, rate, epoch) for trend in self._trends)]
+        alarms.append(self._first.add(loss.mean, guess))
+        found = self.meter.logged(loss)
+        for each in self.gathered()[1:]:
+            alarms.append(each.judge(readings[each]))
             found |= each.logged(readings[each])
+        for alarm in alarms:
+            self.alarms.say(alarm, self._step)
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
-            found["items_per_step"] = reading.total.items / steps
-        found["alarms"] = float(self.alarms.count)
+            found |= {"items_per_step": loss.total.items / steps, "ranks": float(self._ranks.size)}
+        found |= self.alarms.counters()
         # nan is a number that does not exist yet; a loss that is nan was measured.
         return {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
+
+    def evaluated(self, loss: float, accuracy: float) -> None:
+        """An evaluation gave an accuracy, between 0 and 1, where training had this loss."""
+        self.alarms.say(self._accuracy.judge(loss, accuracy), self._step)
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        if self._noise is not None:
+            self._noise.close()
 
     def _agree(self) -> None:
         """Leave out, once, what not every rank can watch: nobody must wait for it, nor add up rows of other lengths."""
@@ -210,19 +208,6 @@ class Monitor:
             every = on_every_rank(self._ranks, [name for name in optional if getattr(self, name) is not None])
             for name in {*optional} - every:
                 setattr(self, name, None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms."""
-        return {"step": self._step, "alarms": self.alarms.state_dict(), "gradient_norm": self._norms.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that state. Memory and how far the ranks wander belong to a process, and are learned anew."""
-        self._step = self._steps_logged = state["step"]
-        self.alarms.load_state_dict(state["alarms"])
-        self._norms.load_state_dict(state["gradient_norm"])
-
-    def _say(self, alarm: Alarm | None) -> None:
-        self.alarms.say(alarm, self._step)
 
     def _attached(self) -> RankGradients:
         gradients = RankGradients(self._ranks)

@@ -27,11 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.alarms import Alarm, Gathered
+from hf_accum_fix.monitor.alarms import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
-
-#: Measured windows of one micro-batch before that is said.
-_ENOUGH_TOO_FEW = 2
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,6 @@ class NoiseScaleReading:
 
     def __str__(self) -> str:
         """In words."""
-        if not self.windows:
-            return "no window of two micro-batches or more yet"
-        if math.isinf(self.scale):
-            return f"no gradient above its noise in {self.windows} windows of {self.items:,.0f} items"
         return (
             f"noise scale {self.scale:,.0f} items (+- {self.error:.0%}, {self.windows} windows); a step of "
             f"{self.items:,.0f} achieves {self.gain:.0%} of one without noise"
@@ -77,6 +70,8 @@ class NoiseScaleReading:
 class NoiseScale(Gathered[NoiseScaleReading]):
     """Gradient noise scale of ragged micro-batches over all ranks, one backward each.
 
+    Length-balanced windows have no noise scale: their micro-batches are no sample of the same data.
+
     In every ``every``-th window, hooks on the parameters see the gradient of each micro-batch before it is added to
     ``.grad``: one more reading of it, no second gradient, no device sync. There are no hooks in other windows.
 
@@ -85,24 +80,14 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         every: windows from one measured to the next.
         ranks: the data-parallel ranks; None: torch.distributed.
         windows: measured windows that the means are over, and the most from one reading to the next.
-        dealt: whether windows are length-balanced.
 
     Raises:
-        UnsupportedSetupError: for length-balanced windows, whose micro-batches are no sample of the same data; and for
-            a model whose parameters are sharded, on several devices, or trained by several ranks without
-            DistributedDataParallel.
+        UnsupportedSetupError: if parameters are sharded, or several ranks train without DistributedDataParallel.
     """
 
-    def __init__(
-        self, model: nn.Module, every: int = 10, ranks: Ranks | None = None, windows: int = 100, *, dealt: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, every: int = 10, ranks: Ranks | None = None, windows: int = 100) -> None:
         self._ranks = ranks or TorchRanks()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if dealt:
-            raise UnsupportedSetupError(
-                "got length-balanced windows; expected micro-batches that are a random sample of their window; measure "
-                "the noise scale in a run without balance_windows"
-            )
         if self._ranks.size > 1 and not isinstance(model, DistributedDataParallel):
             raise UnsupportedSetupError(
                 f"got {type(model).__name__} on {self._ranks.size} ranks; expected DistributedDataParallel: other "
@@ -110,15 +95,12 @@ class NoiseScale(Gathered[NoiseScaleReading]):
             )
         if any(map(is_sharded, self._parameters)):
             raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
-        if len({its.device for its in self._parameters}) > 1:
-            raise UnsupportedSetupError("got parameters on several devices; expected one device for each rank")
         self._every, self._window, self._windows = every, 0, windows
         self._nodes, self._hooks = list[Node](), list[RemovableHandle]()
         self._squares: list[Tensor] = []
         self._sums: Tensor | None = None
         self._unread: deque[tuple[Tensor, Tensor]] = deque(maxlen=windows)
         self._estimates: deque[tuple[float, float, float]] = deque(maxlen=windows)
-        self._too_few, self._reported = 0, False
         self._listen()
 
     def micro_batch(self, items: Tensor | float) -> None:
@@ -169,7 +151,6 @@ class NoiseScale(Gathered[NoiseScaleReading]):
     def reading(self, table: Tensor) -> NoiseScaleReading:
         for shares, items, count, norm in table.sum(0).view(-1, 4).tolist():
             if count < 2:
-                self._too_few += count == 1
                 continue
             # A rank's gradients are averaged over the ranks: each is the part of the step times the number of ranks.
             weighted = shares * items / self._ranks.size**2
@@ -186,18 +167,6 @@ class NoiseScale(Gathered[NoiseScaleReading]):
             squares = sum((its / noise - its_signal / signal) ** 2 for its, its_signal, _ in self._estimates)
             error = math.sqrt(squares / count / (count - 1))
         return NoiseScaleReading(count, items, noise, signal, error)
-
-    def judge(self, reading: NoiseScaleReading) -> Alarm | None:
-        """Report once, as an observation, that no window has two micro-batches."""
-        if self._reported or reading.windows or self._too_few < _ENOUGH_TOO_FEW:
-            return None
-        self._reported = True
-        return Alarm(
-            "noise-scale-not-measured",
-            f"got one micro-batch in each of {self._too_few} measured steps; expected two or more, of all ranks "
-            "together; accumulate over smaller ones, or leave noise_scale_every out",
-            observation=True,
-        )
 
     def logged(self, reading: NoiseScaleReading) -> dict[str, float]:
         """The noise scale, its relative error, and what a step achieves."""

@@ -2,11 +2,6 @@
 
 Symptom: every step is slow, on every rank alike, because all wait in the reduction for one of them.
 
-    pace = Pace(model)                               # after the model is wrapped
-    ...
-    pace.step()                                      # every step: no device sync
-    alarms.say(pace.judge(pace.read()))              # at every log: one collective
-
 What a rank does before the reduction is its own: the optimizer's step, data, forwards, all backwards but the last. Its
 time by the host's clock, from one `step` to the end of the last forward before the next, is what differs; the rest
 of a step is spent together. A GPU that is slow while its host runs ahead is not seen.
@@ -25,18 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.monitor import thresholds as at
 from hf_accum_fix.monitor.alarms import Alarm, Gathered
 from hf_accum_fix.monitor.deviation import Deviation, Shifts
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
-from hf_accum_fix.monitor.thresholds import (
-    COMPARED,
-    FEWEST_TIMES,
-    LAG_TOLERANCE,
-    LAG_TOLERANCE_SECONDS,
-    LAG_WANDERS,
-    LEFT_OUT,
-    MOST_LAG,
-)
 
 #: Steps kept between two readings.
 _KEPT = 256
@@ -62,11 +49,6 @@ class PaceReading:
         others = self.own[:rank] + self.own[rank + 1 :]
         return self.own[rank] - fmean(others) if others else 0.0
 
-    @property
-    def slowest(self) -> int:
-        """The rank that is ready last."""
-        return self.own.index(max(self.own))
-
 
 class Pace(Gathered[PaceReading]):
     """Time that each rank takes before all wait for it.
@@ -87,7 +69,7 @@ class Pace(Gathered[PaceReading]):
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
-        self._lags = deque[PaceReading](maxlen=COMPARED)
+        self._lags = deque[PaceReading](maxlen=at.COMPARED)
         self._shifts = Shifts(only_above=True)
         model.register_forward_hook(self._after_forward)
 
@@ -100,7 +82,7 @@ class Pace(Gathered[PaceReading]):
         self._began = self._ready = now
 
     def row(self) -> Tensor:
-        kept = sorted(self._own)[: math.ceil((1 - LEFT_OUT) * len(self._own))]
+        kept = sorted(self._own)[: math.ceil((1 - at.LEFT_OUT) * len(self._own))]
         row = [fmean(kept), median(self._whole), len(self._own)] if kept else [0.0, 0.0, 0]
         self._own.clear()
         self._whole.clear()
@@ -113,20 +95,20 @@ class Pace(Gathered[PaceReading]):
     def judge(self, reading: PaceReading) -> Alarm | None:
         """An alarm where a rank lags, again over twice as many readings. Every rank judges alike."""
         ranks = len(reading.own)
-        if ranks < 2 or reading.steps < FEWEST_TIMES:
+        if ranks < 2 or reading.steps < at.FEWEST_TIMES:
             return None
-        tolerance = max(LAG_TOLERANCE * reading.whole, LAG_TOLERANCE_SECONDS)
+        tolerance = max(at.LAG_TOLERANCE * reading.whole, at.LAG_TOLERANCE_SECONDS)
         usual = median_low(reading.own)
-        late = [max(-MOST_LAG, min(MOST_LAG, (own - usual) / tolerance)) for own in reading.own]
+        late = [max(-at.MOST_LAG, min(at.MOST_LAG, (own - usual) / tolerance)) for own in reading.own]
         lags = [its - (sum(late) - its) / (ranks - 1) for its in late]
         self._lags.append(reading)
-        named = self._shifts.add([Deviation(rank, lag, LAG_WANDERS, tolerance=1.0) for rank, lag in enumerate(lags)])
+        named = self._shifts.add([Deviation(rank, lag, at.LAG_WANDERS, tolerance=1.0) for rank, lag in enumerate(lags)])
         if named is None:
             return None
         return Alarm(
             f"rank-lags-{named.rank}",
             f"rank {named.rank}: ready {fmean(its.lag(named.rank) for its in self._lags):.3g} s later than the others "
-            f"in a step of {reading.whole:.3g} s, in the mean of the last {COMPARED} logs; all wait for it; look at "
+            f"in a step of {reading.whole:.3g} s, in the mean of the last {at.COMPARED} logs; all wait for it; look at "
             "its data loading, the length of its batches, its processor and who else uses it",
         )
 
@@ -134,7 +116,8 @@ class Pace(Gathered[PaceReading]):
         """The rank that is ready last, and how much later than the others [s]."""
         if not reading.steps:
             return {}
-        return {"slowest_rank": float(reading.slowest), "slowest_rank_lag_s": reading.lag(reading.slowest)}
+        slowest = reading.own.index(max(reading.own))
+        return {"slowest_rank": float(slowest), "slowest_rank_lag_s": reading.lag(slowest)}
 
     def _after_forward(self, module: nn.Module, *args: Any) -> None:
         if module.training and torch.is_grad_enabled():

@@ -1,24 +1,17 @@
-"""The gradient of each rank before it is averaged away: its norm, its jitter, and the rank that is off.
+"""The gradient of each rank before it is averaged away: its norm, and the rank that is off.
 
 Symptom: the norm of the averaged gradient is healthy, or nan, and does not show which rank caused it.
 
-    gradients = RankGradients()
-    gradients.attach(ddp_model)                      # before the first backward
-    ...
-    reading = gradients.read()                       # at every log: one device sync, one collective
-    alarms.say(gradients.judge(reading))
-
 DistributedDataParallel shows the local gradient to its communication hook alone, bucket by bucket, once a window (the
-accumulated gradient of all its micro-batches). It takes one hook: pass the one you use.
+accumulated gradient of all its micro-batches). It takes one hook.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, median, pstdev
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +27,8 @@ from hf_accum_fix.monitor.thresholds import COMPARED, FEWEST_STEPS, NORM_TOLERAN
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-    Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
-
 #: Steps kept between two readings.
 _KEPT = 64
-#: Most steps kept until every rank has a gradient in enough.
-_MOST_CARRIED = 512
 
 
 @dataclass(frozen=True)
@@ -51,12 +40,6 @@ class RankGradientsReading:
     """
 
     norms: tuple[tuple[float, ...], ...]
-
-    @property
-    def jitter(self) -> float:
-        """Standard deviation over the ranks, as a share of their mean: the median of the steps; nan without a step."""
-        shares = [pstdev(step) / fmean(step) for step in zip(*self.norms, strict=True) if 0 < fmean(step) < math.inf]
-        return median(shares) if shares else math.nan
 
 
 class RankGradients(Gathered[RankGradientsReading]):
@@ -73,13 +56,11 @@ class RankGradients(Gathered[RankGradientsReading]):
         self._shifts, self._first = Shifts(), 0.0
         self._carried: list[tuple[float, ...]] = []
 
-    def attach(self, model: DistributedDataParallel, hook: Hook | None = None, state: Any = None) -> None:
+    def attach(self, model: DistributedDataParallel) -> None:
         """Register with DDP, once, before its first backward; nothing on one process without DDP.
 
         Args:
             model: the wrapped model.
-            hook: the communication hook that does the reduction; None averages as DDP does by itself.
-            state: what the hook is given: for hooks that average, the process group; None is all processes.
 
         Raises:
             UnsupportedSetupError: if the model has a hook already, or is not wrapped in DDP.
@@ -91,26 +72,22 @@ class RankGradients(Gathered[RankGradientsReading]):
                 f"{type(model).__name__} shows no gradient before its reduction; expected DistributedDataParallel; "
                 "for FSDP and Horovod see hf_accum_fix/monitor/README.md"
             )
-        if hook is None:
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-            hook, state = allreduce_hook, model.process_group
-        inner = hook
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         def measured(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             self.add(bucket.buffer())
             if bucket.is_last():
                 self.end_of_step()
-            return inner(state, bucket)
+            return allreduce_hook(state, bucket)
 
         # DDP compares annotations with its types, and does not recognise postponed ones.
         measured.__annotations__.clear()
         try:
-            model.register_comm_hook(state, measured)
+            model.register_comm_hook(model.process_group, measured)
         except RuntimeError as error:
             raise UnsupportedSetupError(
-                "this DistributedDataParallel has a communication hook already, and takes only one; pass it "
-                "instead of registering it: attach(model, hook=its_hook, state=its_state)"
+                "this DistributedDataParallel has a communication hook already, and takes only one; call "
+                "`add` and `end_of_step` from it"
             ) from error
 
     def add(self, gradient: Tensor) -> None:
@@ -166,7 +143,7 @@ class RankGradients(Gathered[RankGradientsReading]):
         # Skip steps in which a rank has no targets: they show nothing about sizes.
         steps = [step for step in self._carried if min(step) > 0]
         if len(steps) < FEWEST_STEPS:
-            self._carried = self._carried[-_MOST_CARRIED:]
+            self._carried = self._carried[-_KEPT:]
             return None
         self._carried = []
         norm = median(fmean(step) for step in steps)
@@ -182,14 +159,6 @@ class RankGradients(Gathered[RankGradientsReading]):
             f"{OF_TWO if len(reading.norms) == 2 else ''}; look at this rank's data shard and item counts, its seed "
             "and its precision",
         )
-
-    def logged(self, reading: RankGradientsReading) -> dict[str, float]:
-        """Jitter of the norms over the ranks, and the most unusual rank."""
-        found = {"rank_gradient_norm_jitter": reading.jitter}
-        if (worst := self._shifts.worst) is not None:
-            found["rank_gradient_worst_rank"] = float(worst.rank)
-            found["rank_gradient_worst_in_standard_errors"] = worst.unusual
-        return found
 
 
 def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[Deviation]:

@@ -2,10 +2,6 @@
 
 Symptom: the mean over the ranks looks plausible, and hides that one of them learns from something else.
 
-    alignment, alarms = RankLoss(), Alarms()
-    ...
-    alarms.say(alignment.judge(meter.read()))        # meter: a LossMeter, read at every log
-
 Each rank's mean is compared with the mean of all others, in standard errors that follow from its own item count: a rank
 with few items may be far off and yet be as usual as any.
 """
@@ -14,16 +10,10 @@ from __future__ import annotations
 
 import math
 
+from hf_accum_fix.monitor import thresholds as at
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.thresholds import (
-    COMPARED,
-    FEWEST_MICRO_BATCHES,
-    LOSS_TOLERANCE,
-    LOSS_TOLERANCE_OF_FIRST,
-    SAME_IN_A_ROW,
-)
 
 LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its precision or device"
 
@@ -32,22 +22,14 @@ class RankLoss:
     """Judge, reading by reading, whether a rank's loss has shifted against the others' for good.
 
     A single odd reading is no alarm, nor is a difference such as the other ranks have too (`Shifts`). Readings of
-    fewer than ``micro_batches`` a rank are put together until there are enough, because a deviation can only be judged
+    fewer than 8 micro-batches a rank are put together until there are enough, because a deviation can only be judged
     by its noise.
-
-    Args:
-        micro_batches: a rank's least number of micro-batches in a judgement.
     """
 
-    def __init__(self, micro_batches: int = FEWEST_MICRO_BATCHES) -> None:
-        self._shifts, self._micro_batches = Shifts(), micro_batches
+    def __init__(self) -> None:
+        self._shifts = Shifts()
         self._carried: tuple[Moments, ...] = ()
         self._same, self._first = 0, 0.0
-
-    @property
-    def worst(self) -> Deviation | None:
-        """The most unusual rank of the last judgement; None before the first."""
-        return self._shifts.worst
 
     def judge(self, reading: LossReading) -> Alarm | None:
         """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
@@ -55,7 +37,7 @@ class RankLoss:
         broken = [rank for rank in measured if not math.isfinite(reading.ranks[rank].loss + reading.ranks[rank].items)]
         if broken:
             self._carried = ()
-            return _not_finite(broken, [rank for rank in measured if rank not in broken], len(reading.ranks))
+            return _not_finite(broken, [rank for rank in measured if rank not in broken])
         if len(reading.ranks) < 2:
             return None
         self._carried = (
@@ -64,7 +46,7 @@ class RankLoss:
             else reading.ranks
         )
         measured = [rank for rank, moments in enumerate(self._carried) if moments.items]
-        if len(measured) < 2 or any(self._carried[rank].micro_batches < self._micro_batches for rank in measured):
+        if len(measured) < 2 or any(self._carried[rank].micro_batches < at.FEWEST_MICRO_BATCHES for rank in measured):
             return None
         moments, self._carried = self._carried, ()
         return self._same_data(moments, measured) or self._shifted(moments, measured)
@@ -80,7 +62,7 @@ class RankLoss:
             groups.setdefault((its.items, float(f"{its.loss:.5e}"), float(f"{its.loss_squared:.5e}")), []).append(rank)
         same = max(groups.values(), key=len, default=[])
         self._same = self._same + 1 if len(same) > 1 else 0
-        if self._same < SAME_IN_A_ROW:
+        if self._same < at.SAME_IN_A_ROW:
             return None
         return Alarm(
             "ranks-see-the-same-data",
@@ -93,33 +75,28 @@ class RankLoss:
         self._first = self._first or mean
         if not mean:
             return None
-        tolerance = max(LOSS_TOLERANCE, LOSS_TOLERANCE_OF_FIRST * (self._first / mean) ** 2)
+        tolerance = max(at.LOSS_TOLERANCE, at.LOSS_TOLERANCE_OF_FIRST * (self._first / mean) ** 2)
         found = deviations(moments, measured, tolerance * mean)
         named = self._shifts.add(found) if found else None
         if named is None:
             return None
-        its = moments[named.rank]
         return Alarm(
             f"rank-loss-{named.rank}",
-            f"rank {named.rank}: mean loss {its.mean:.4g} over its last {its.items:,.0f} items; over the last "
-            f"{COMPARED} logs {abs(named.difference):.4g} {'above' if named.difference > 0 else 'below'} the others', "
-            f"{abs(named.unusual):.1f} standard errors{OF_TWO if len(measured) == 2 else ''}; {LOOK_AT}",
+            f"rank {named.rank}: its mean loss less the others' is {named.difference:.4g} over the last {at.COMPARED}"
+            f" logs, {abs(named.unusual):.1f} standard errors"
+            f"{OF_TWO if len(measured) == 2 else ''}; {LOOK_AT}",
         )
 
 
-def _not_finite(broken: list[int], others: list[int], ranks: int) -> Alarm:
+def _not_finite(broken: list[int], others: list[int]) -> Alarm:
     if others:
         return Alarm(
             f"rank-loss-not-finite-{broken[0]}",
             f"the loss of rank {_listed(broken)} is not finite, that of rank {_listed(others)} is; "
             "look at its data (an empty micro-batch, an outlier) and its precision",
         )
-    words = "the loss is not finite"
-    if ranks > len(broken):
-        words += f" on rank {_listed(broken)}, and the other ranks report none"
-    elif len(broken) > 1:
-        words += " on any rank"
-    return Alarm("loss-not-finite", f"{words}; look at the learning rate and the precision")
+    words = "the loss is not finite on any rank that has one; look at the learning rate and the precision"
+    return Alarm("loss-not-finite", words)
 
 
 def deviations(moments: tuple[Moments, ...], measured: list[int], tolerance: float = 0.0) -> list[Deviation]:

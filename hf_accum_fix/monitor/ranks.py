@@ -39,35 +39,29 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class TorchRanks:
-    """The ranks of a torch.distributed process group; one rank where none was initialised.
-
-    Attributes:
-        group: the process group; None is all processes, looked up when it is used.
-    """
-
-    group: dist.ProcessGroup | None = None
+    """All ranks of torch.distributed; one rank where it was not initialised."""
 
     @property
     def rank(self) -> int:
-        """The number of this process in the group."""
-        return dist.get_rank(self.group) if _running() else 0
+        """The number of this process, from 0."""
+        return dist.get_rank() if _running() else 0
 
     @property
     def size(self) -> int:
-        """How many processes the group has."""
-        return dist.get_world_size(self.group) if _running() else 1
+        """How many processes there are."""
+        return dist.get_world_size() if _running() else 1
 
     def sum(self, tensor: Tensor) -> Tensor:
         """One all-reduce, on a device the group's backend knows."""
         if self.size == 1:
             return tensor
         result = tensor.to(self._device(tensor), copy=True)
-        dist.all_reduce(result, group=self.group)
+        dist.all_reduce(result)
         return result.to(tensor.device)
 
     def _device(self, tensor: Tensor) -> torch.device:
         """The tensor's device; the GPU where the backend (nccl) does not reduce on the CPU."""
-        if tensor.device.type == "cpu" and "nccl" in dist.get_backend(self.group):
+        if tensor.device.type == "cpu" and "nccl" in dist.get_backend():
             return torch.device("cuda", torch.cuda.current_device())
         return tensor.device
 

@@ -3,10 +3,6 @@
 Symptom: evaluation differs from rank to rank, or a resumed run jumps: DDP averages gradients, never parameters, so
 that one element changed on one rank stays changed for good.
 
-    replicas = Replicas(model, optimizer, every=100)
-    ...
-    alarms.say(replicas.step())                      # after every optimizer step; looks at each hundredth
-
 Random number generators are not compared: dropout draws other numbers on every rank, and should. Nor are the running
 statistics of BatchNorm, which every rank keeps for itself (`check_batch_norm` looks at those).
 """
@@ -14,7 +10,7 @@ statistics of BatchNorm, which every rank keeps for itself (`check_batch_norm` l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +25,6 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank, fingerprint, 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Odd and without a pattern, so that differences in two tensors do not cancel in a sum (Knuth 1998, 6.4).
 _MULTIPLIER = 2654435769
-_OTHER_PARTS = "where ranks hold other parts of a model by design, give those that hold copies (ranks=) or skip="
 
 
 class Replicas:
@@ -44,7 +39,6 @@ class Replicas:
         optimizer: its state is compared too; None: not compared (ZeRO keeps another part of it on every rank).
         ranks: the ranks that hold copies; None: torch.distributed.
         every: steps from one check to the next.
-        skip: is true of the name of a tensor that differs by design, such as an expert of expert parallelism.
 
     Raises:
         UnsupportedSetupError: if a parameter is sharded: then no rank holds a copy of another's.
@@ -56,11 +50,10 @@ class Replicas:
         optimizer: Any = None,
         ranks: Ranks | None = None,
         every: int = 100,
-        skip: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._ranks = ranks or TorchRanks()
-        self._every, self._step, self._skip = every, 0, skip
+        self._every, self._step = every, 0
         for name, parameter in model.named_parameters():
             if is_sharded(parameter):
                 raise UnsupportedSetupError(
@@ -82,48 +75,32 @@ class Replicas:
         table = by_rank(self._ranks, mine).tolist()
         if all(row == table[0] for row in table):
             return None
-        if len({row[1] for row in table}) > 1:
-            return Alarm(
-                "replicas-differ",
-                f"the ranks hold {[row[1] for row in table]} tensors (parameters, buffers, optimizer state): one of "
-                "them has not stepped as the others have; look for a step, a freeze or a load under `if rank == 0`; "
-                f"{_OTHER_PARTS}",
-            )
-        if len({row[2] for row in table}) == 1:
+        if len({tuple(row[1:]) for row in table}) == 1:
             return self._apart(list(layouts), prints)
-        # As many tensors on every rank, and not the same: adding them up would abort.
-        (place, *_), _, ranks = self._differing([fingerprint(each) for each in layouts.items()])
+        # Adding up tensors that are not the same would abort.
         return Alarm(
             "replicas-not-alike",
-            f"rank {', '.join(map(str, ranks))} and the others hold different tensors in the same place (rank "
-            f"{self._ranks.rank}: {' '.join(list(layouts.items())[place])}): names, shapes or types differ, and "
-            f"nothing is compared; {_OTHER_PARTS}",
+            f"the ranks hold {[row[1] for row in table]} tensors (parameters, buffers, optimizer state), or others by "
+            "name, shape or type, and nothing is compared: one of them has not stepped as the others have; look for a "
+            "step, a freeze or a load under `if rank == 0`; where ranks hold other parts of a model by design, give "
+            "those that hold copies (ranks=)",
         )
 
-    def _differing(self, prints: list[int]) -> tuple[list[int], int, list[int]]:
-        """Places in which ranks differ; in the first of them, a rank that has what most have, and all that have not."""
+    def _differing(self, prints: list[int]) -> tuple[list[int], list[int]]:
+        """Places in which ranks differ; for the first of them, the ranks that have not what most have."""
         table = by_rank(self._ranks, torch.tensor(prints)).tolist()
         places = [place for place, column in enumerate(zip(*table, strict=True)) if len(set(column)) > 1]
         column = [row[places[0]] for row in table]
         most = Counter(column).most_common(1)[0][0]
-        return places, column.index(most), [rank for rank, value in enumerate(column) if value != most]
+        return places, [rank for rank, value in enumerate(column) if value != most]
 
     def _apart(self, names: list[str], prints: list[int]) -> Alarm:
-        """The first tensor that differs, and by how much on each rank that is not as most are."""
-        places, good, odd = self._differing(prints)
-        name = names[places[0]]
-        tensor = dict(self._tensors())[name].detach().cpu().double().flatten()
-        reference = self._ranks.sum(tensor if self._ranks.rank == good else torch.zeros_like(tensor))
-        apart = (tensor - reference).abs()
-        differing = (tensor != reference) & ~(tensor.isnan() & reference.isnan())
-        mine = torch.stack([apart.max(), differing.sum().double()]) if len(apart) else torch.zeros(2).double()
-        of_ranks = by_rank(self._ranks, mine).tolist()
-        found = "; ".join(
-            f"rank {rank} by up to {of_ranks[rank][0]:.3g} in {of_ranks[rank][1]:.0f} elements" for rank in odd
-        )
+        """The first tensor that differs, and the ranks on which it is not as on most."""
+        places, odd = self._differing(prints)
+        name, found = names[places[0]], ", ".join(map(str, odd))
         return Alarm(
             "replicas-differ",
-            f"{name} differs: {found}; {len(places)} of {len(names)} tensors differ in all"
+            f"{name} differs: rank {found}; {len(places)} of {len(names)} tensors differ in all"
             f"{OF_TWO if self._ranks.size == 2 else ''}; look for "
             "an update, a load or an initialisation under `if rank == 0`, a parameter that DDP does not reduce, or "
             "unreliable memory on that rank; broadcast the weights of a good rank, or go back to a checkpoint",
@@ -158,7 +135,7 @@ class Replicas:
                 for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
                     if isinstance(value, (Tensor, int, float)):
                         found.append((f"{key} of {name}", torch.as_tensor(value)))
-        return ((name, tensor) for name, tensor in found if not self._skip(name))
+        return iter(found)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

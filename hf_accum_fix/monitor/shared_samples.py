@@ -3,16 +3,8 @@
 Symptom: twice the ranks, and no faster learning: a sampler without rank or seed, a stream that every rank reads from
 its beginning. `RankLoss` finds ranks with equal losses; here the samples themselves are compared.
 
-    samples, alarms = SharedSamples(), Alarms()
-    ...
-    samples.update(batch["input_ids"])               # every micro-batch: no device sync; or the samples' indices
-    alarms.say(samples.judge(samples.read()))        # at every log: one device sync, one collective
-
 Of each rank's samples the 64 with the smallest hashes are kept, which are the same ones on every rank that saw them. A
-sample that is augmented, or padded to another length, has another hash. For such data pass what stays the same:
-
-    samples.update(batch["index"])                   # the samples' places in the dataset: any order is found
-    samples.update(batch["labels"][None])            # without indices: the labels of a micro-batch, in their order
+sample that is augmented, or padded to another length, has another hash. For such data pass indices.
 
 Source: bottom-k sketches, Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches".
 """

@@ -83,8 +83,6 @@ CONFIDENCE, RISING = 0.999, 0.4
 #: The later half's pace over the earlier's below which growth comes to rest: the rest of a geometric series is less
 #: than twenty times the growth of the later half.
 SLOWING = 0.95
-#: Steps up that are a leak, and the share of the growth that the later half has. Audit: stairs that end.
-RISES, LATER_HALF = 3, 0.4
 
 # ---- the gradient norm over time (gradient_norm) ---------------------------------------------------------------------
 
@@ -113,3 +111,12 @@ SETTLED_FORWARDS, UNEVEN = 50, 3.0
 #: Hashes kept of a rank's samples; fewest for a judgement; share of them that two ranks must not have in common;
 #: readings in a row; share of its own samples that a rank sees twice in an epoch shorter than two readings. Taste.
 HASHES, FEWEST_HASHES, SHARED, SHARED_IN_A_ROW, REPEATS = 64, 16, 0.5, 2, 0.05
+
+# ---- logs that are read back (run_summary, watch) --------------------------------------------------------------------
+
+#: A loss of exactly zero after one above this is no loss: a Trainer logs nan so. Taste.
+NOT_ZERO = 0.01
+#: Ratio of the last tenth of the losses to the best that is divergence, where it is halfway back to the first. Taste.
+OVER_THE_BEST = 1.5
+#: A ratio of two losses that no other model or data make throughout; that of two steps of one factor, at most. Taste.
+A_FACTOR, THE_SAME_FACTOR = 1.8, 1.6

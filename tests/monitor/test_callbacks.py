@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
-import math
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -13,26 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer
-from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.callbacks import (
-    GradientNormCallback,
-    LossCallback,
-    MemoryCallback,
-    MonitorCallback,
-    MonitorsCallback,
-    all_callbacks,
-)
+from hf_accum_fix.monitor.callbacks import MonitorsCallback
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
-from hf_accum_fix.monitor.loss_over_time import LossTrend
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.ranks import fingerprint
 
@@ -71,8 +58,7 @@ def test_a_real_event_file_holds_every_number_under_its_name(tmp_path: Path) -> 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     its = trainer(tmp_path, report_to=["tensorboard"], save_strategy="steps", save_steps=6)
-    for callback in all_callbacks(its):
-        its.add_callback(callback)
+    its.add_callback(MonitorsCallback(its))
     its.train()
     (file,) = tmp_path.rglob("*tfevents*")
     events = EventAccumulator(str(file))
@@ -93,7 +79,7 @@ def test_a_real_event_file_holds_every_number_under_its_name(tmp_path: Path) -> 
 def test_the_logged_loss_is_the_mean_over_the_tokens_of_the_interval(kind: type[Trainer], tmp_path: Path) -> None:
     """Without learning every step's loss can be had again: by hand, over all tokens of the interval at once."""
     its = trainer(tmp_path, kind, learning_rate=0.0)
-    its.add_callback(LossCallback(its))
+    its.add_callback(MonitorsCallback(its))
     batches: list[dict[str, Tensor]] = []
 
     step = its.training_step
@@ -133,7 +119,7 @@ def test_a_head_without_item_count_is_weighed_by_its_own_items(tmp_path: Path) -
     dataset = [{"points": torch.randn(3, generator=draw), "labels": torch.randn((), generator=draw)} for _ in range(16)]
     its = trainer(tmp_path, model=Regression(), learning_rate=0.0, max_steps=2, logging_steps=2)
     its.train_dataset = dataset
-    its.add_callback(LossCallback(its))
+    its.add_callback(MonitorsCallback(its))
     its.train()
     with torch.no_grad():
         points, labels = (torch.stack([sample[key] for sample in dataset]) for key in ("points", "labels"))
@@ -196,51 +182,16 @@ class Summed(TrainerCallback):
         self.sums += [self.ranks.sums] * ("loss" in logs)
 
 
-def test_a_log_of_all_callbacks_is_one_sum(tmp_path: Path) -> None:
-    """However they were added; once a training the ranks agree on what all of them can watch, and on the replicas."""
+def test_a_log_of_all_monitors_is_one_sum(tmp_path: Path) -> None:
+    """Once a training the ranks agree on what all of them can watch."""
     its = trainer(tmp_path, logging_steps=2, gradient_accumulation_steps=1)
     ranks = Alike()
     noted = Summed(ranks)
-    for callback in (*all_callbacks(its, ranks), noted):
-        its.add_callback(callback)
+    its.add_callback(MonitorsCallback(its, ranks))
+    its.add_callback(noted)
     its.train()
-    # At first whether all have replicas and whether any has BatchNorm, what all can watch, and the log itself.
-    assert [after - before for before, after in pairwise(noted.sums)] == [4, 1, 1]
-
-
-class Another(MonitorCallback):
-    """What another rank cannot watch."""
-
-    def gathered(self) -> tuple[LossMeter, ...]:
-        return (LossMeter(),)
-
-    def measured(self, logs: Any, readings: Any) -> dict[str, float]:
-        raise AssertionError("not every rank has it")
-
-
-def test_what_another_rank_cannot_watch_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    its, ranks = trainer(tmp_path, max_steps=2, logging_steps=1), Alike("Another 0")
-    its.add_callback(Another(its, ranks))
-    its.add_callback(MemoryCallback(its, ranks))
-    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
-        its.train()
-    assert all("hf_accum_fix/memory_mib" in row for row in logged(its))
-    assert sum("Another: got a setup in which other ranks cannot" in line for line in caplog.messages) == 1
-
-
-def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_path: Path) -> None:
-    its = trainer(tmp_path)
-    mine = its.log
-    its.log = lambda *args, **kwargs: mine(*args, **kwargs)  # type: ignore[method-assign]
-    standing = its.log
-    callbacks: tuple[MonitorCallback, ...] = (LossCallback(its), GradientNormCallback(its), MemoryCallback(its))
-    for callback in callbacks:
-        its.add_callback(callback)
-    its.train()
-    assert vars(its)["log"] is standing and "training_step" not in vars(its)
-    assert "clip_grad_norm_" not in vars(its.accelerator)
-    assert not any("hf_accum_fix" in name for name in (*vars(its), *vars(its.accelerator)))
-    assert "hf_accum_fix/memory_mib" in logged(its)[-1]
+    # At first what all can watch, whether any has BatchNorm, and the log itself.
+    assert [after - before for before, after in pairwise(noted.sums)] == [3, 1, 1]
 
 
 def test_a_callback_that_comes_in_the_midst_of_a_run_listens_from_the_next_on(tmp_path: Path) -> None:
@@ -263,7 +214,7 @@ def test_a_callback_that_comes_in_the_midst_of_a_run_listens_from_the_next_on(tm
 def test_a_run_that_failed_does_not_count_twice(patched: bool, tmp_path: Path) -> None:
     """Nor not at all: the patch takes its own `log` away after an exception, and with it whatever stands on that."""
     its = trainer(tmp_path)
-    its.add_callback(LossCallback(its))
+    its.add_callback(MonitorsCallback(its))
     step = its.compute_loss
     its.compute_loss = lambda *args, **kwargs: (_ for _ in ()).throw(KeyError("planted"))  # type: ignore
     with hf_accum_fix.apply(quiet=True) if patched else nullcontext():
@@ -276,29 +227,8 @@ def test_a_run_that_failed_does_not_count_twice(patched: bool, tmp_path: Path) -
     assert "log" not in vars(its)
 
 
-def test_without_clipping_norms_are_measured_all_the_same(tmp_path: Path) -> None:
-    its = trainer(tmp_path, max_grad_norm=0.0)
-    its.add_callback(GradientNormCallback(its))
+def test_the_noise_scale_is_logged_where_it_is_asked_for(tmp_path: Path) -> None:
+    its = trainer(tmp_path, GlobalBatchTrainer, learning_rate=0.0, max_steps=6, logging_steps=6)
+    its.add_callback(MonitorsCallback(its, noise_scale_every=1))
     its.train()
-    row = logged(its)[-1]
-    # Older releases take no norm without clipping; tested from 5.4.0 on.
-    assert "grad_norm" in row or Version(transformers.__version__) < Version("5.4")
-    assert (row.get("hf_accum_fix/gradient_norm_median", 0.0) > 0) == ("grad_norm" in row)
-    assert "hf_accum_fix/clipped_steps_share" not in row
-
-
-def test_the_loss_is_judged_by_the_trainers_own_schedule(tmp_path: Path) -> None:
-    """A learning rate that restarts, and epochs, decide what a swing is: see test_loss_over_time."""
-    its = trainer(tmp_path, max_steps=12, logging_steps=3, learning_rate=1e-3, lr_scheduler_type="linear")
-    callback, seen = LossCallback(its), list[tuple[float, float]]()
-
-    class Recorder(LossTrend):
-        def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
-            seen.append((rate, epoch))
-            return None
-
-    callback._judges._trends = (Recorder(),)  # type: ignore[assignment]
-    its.add_callback(callback)
-    its.train()
-    assert seen == [(row["learning_rate"], row["epoch"]) for row in logged(its)] and len(seen) == 4
-    assert len({rate for rate, _ in seen}) == 4
+    assert logged(its)[0]["hf_accum_fix/noise_scale_items"] > 0

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hf_accum_fix.cli import main
-from hf_accum_fix.monitor.picture import write_picture
 from hf_accum_fix.monitor.run_logs import read_runs
-from hf_accum_fix.monitor.series import LogsError, Run, Series
-from hf_accum_fix.monitor.watch import look, short_names
+from hf_accum_fix.monitor.series import LogsError
+from hf_accum_fix.monitor.watch import look
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +36,7 @@ def lines(path: Path, count: int = 12, **others: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "trainer_state.json", "events.out.tfevents.1"])
+@pytest.mark.parametrize("name", ["x.jsonl", "trainer_state.json"])
 def test_a_pipe_is_no_log(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     for place in (tmp_path, tmp_path / name):
@@ -68,8 +65,6 @@ ODD_LINES = {
     "a number": "7",
     "a list": "[1, 2]",
     "a count of alarms of 1e400": '{"step": 1, "loss": 1, "hf_accum_fix/rank_loss_alarms": 1e400}',
-    "columns in words": '{"losses": "many"}',
-    "a column of 1e400": '{"losses": [1, 1e400, 1' + "0" * 400 + "]}",
     "no text": "\x00\x01",
 }
 
@@ -80,7 +75,7 @@ def test_odd_lines_are_read_or_refused(
     line: str, many: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x.jsonl").write_text(f"{line}\n" * many)
-    assert main(["watch", str(tmp_path), "--no-picture"]) in (0, 1, 3)
+    assert main(["watch", str(tmp_path)]) in (0, 1, 3)
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -94,11 +89,11 @@ def test_an_odd_byte_a_bad_line_and_a_mark_at_the_start_leave_the_rest_readable(
     )
     bytes_, torn, table = (read_runs(tmp_path / name)[0] for name in ("bytes.jsonl", "torn.jsonl", "table.csv"))
     assert bytes_.series["loss"].values == (2.0, 1.0) and bytes_.left_out == ""
-    assert torn.series["loss"].steps == (2.0, 3.0) and torn.left_out == "1 of 3 lines, the first is number 1"
+    assert torn.series["loss"].steps == (2.0, 3.0) and torn.left_out == "1 of 3 lines"
     assert table.series["loss"].values[-1] == 1.0 and "1 of" in table.left_out
-    assert "  left out  1 of 3 lines, the first is number 1" in look([torn]).words
+    assert "  left out        1 of 3 lines" in look([torn]).words
     (tmp_path / "torn.jsonl").write_text("{\n{\n" + '{"step": 3, "loss": 1}\n')
-    with pytest.raises(LogsError, match="2 of 3 lines could not be read, the first is number 1"):
+    with pytest.raises(LogsError, match="2 of 3 lines could not be read"):
         read_runs(tmp_path / "torn.jsonl")
 
 
@@ -109,63 +104,9 @@ def test_what_a_terminal_would_obey_is_spelled_out(tmp_path: Path, capsys: pytes
     folder = tmp_path / ESCAPES
     folder.mkdir()
     lines(folder / "a.jsonl", **{f"eval_{ESCAPES}_accuracy": 0.5, f"hf_accum_fix/{ESCAPES}_alarms": 3})
-    (tmp_path / "sweep.jsonl").write_text(json.dumps({"mode": ESCAPES, "losses": [1.0, 2.0]}) + "\n")
-    assert main(["watch", str(folder), str(tmp_path / "sweep.jsonl"), "--no-picture"]) in (0, 1)
+    assert main(["watch", str(folder)]) in (0, 1)
     assert main(["watch", str(tmp_path / f"nowhere{ESCAPES}")]) == 3
     printed = capsys.readouterr()
     for text in (printed.out, printed.err):
         assert not [letter for letter in text if not (letter.isprintable() or letter == "\n")]
         assert r"\x1b]0;owned\x07" in text
-
-
-def test_a_picture_is_not_written_through_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = tmp_path / "kept"
-    kept.write_text("mine")
-    (tmp_path / "watch.png").symlink_to(kept)
-    log = lines(tmp_path / "a.jsonl")
-    assert main(["watch", str(log), "--output", str(tmp_path / "watch.png")]) == 3
-    assert kept.read_text() == "mine"
-    assert "watch.png is a link" in " ".join(capsys.readouterr().err.split())
-
-
-def test_names_that_matplotlib_reads_as_formulas_or_hides(tmp_path: Path) -> None:
-    series = {"loss": Series((1.0, 2.0), (2.0, 1.0))}
-    write_picture([Run("a_$\\frac{$", series), Run("_hidden", series)], tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 5_000
-
-
-def test_without_matplotlib_the_report_is_the_answer(tmp_path: Path) -> None:
-    log = lines(tmp_path / "a.jsonl")
-    script = (
-        "import sys; sys.modules['matplotlib'] = None; sys.modules['matplotlib.figure'] = None;"
-        f"from hf_accum_fix.cli import main; sys.exit(main(['watch', {str(log)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "12 logged losses" in done.stdout and "no picture: matplotlib is not installed" in done.stdout
-
-
-# ---- several runs: their names, and which the others are held against -----------------------------------------------
-
-
-def test_names_are_shortened_to_what_tells_them_apart() -> None:
-    long = "/home/somebody/experiments/2024/llava"
-    names = [f"{long}/stock/results.jsonl: mode stock, G 8", f"{long}/fixed/results.jsonl: mode apply, G 8"]
-    assert short_names(names) == ["stock/results.jsonl: mode stock, G 8", "fixed/results.jsonl: mode apply, G 8"]
-    assert short_names([f"{long}/results.jsonl: a/b", f"{long}/results.jsonl: a/c"]) == [
-        "results.jsonl: a/b", "results.jsonl: a/c",
-    ]  # fmt: skip
-    assert short_names([f"{long}/runs/one"]) == ["one"]
-    assert short_names(["a/x", "a/x"]) == ["x", "x (2)"]
-    (shortened,) = short_names(["x" * 300])
-    assert len(shortened) <= 60
-    assert len(set(short_names([f"{'x' * 300}{place}{'y' * 300}" for place in range(3)]))) == 3
-
-
-def test_a_reference_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in "ac":
-        lines(tmp_path / f"{name}.jsonl")
-    assert main(["watch", str(tmp_path), "--no-picture", "--against", "b"]) == 3
-    assert "expected one of a.jsonl, c.jsonl" in " ".join(capsys.readouterr().out.split())
-    (tmp_path / "c.jsonl").write_text('{"step": 1, "loss": NaN}\n')
-    assert main(["watch", str(tmp_path), "--no-picture", "--against", "b"]) == 1

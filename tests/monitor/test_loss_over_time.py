@@ -12,9 +12,6 @@ import pytest
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
-from hf_accum_fix.monitor.run_summary import summarise
-from hf_accum_fix.monitor.series import Run, Series
-from hf_accum_fix.monitor.watch import findings
 
 
 def reading(loss: float) -> LossReading:
@@ -109,13 +106,6 @@ def test_an_accuracy_that_stands_while_the_loss_falls(name: str) -> None:
     assert sum(alarm is not None for alarm in said) == alarms
     flat = AccuracyTrend()
     assert all(flat.judge(2.0, its) is None for its in accuracies.tolist())
-    # A run's logs say the same, an evaluation every tenth log.
-    steps = tuple(float(step) for step in range(1, 201))
-    series = {
-        "loss": Series(steps, tuple((2.0 * numpy.exp(-numpy.arange(200) / 100)).tolist())),
-        "eval_accuracy": Series(steps[9::10], tuple(accuracies.tolist())),
-    }
-    assert sum("accuracy stalls" in line for line in findings(summarise(Run("run", series)))) == alarms
 
 
 STEPS = numpy.arange(600)
@@ -154,11 +144,6 @@ def test_what_is_meant_so_is_no_alarm(name: str, known: bool) -> None:
 FAULTS = {
     "20 % of period 6": (LEARNT * (1 + 0.2 * numpy.sin(2 * math.pi * STEPS / 6)), COSINE, "loss-oscillates", 96, False),
     "12 % of period 2": (LEARNT * (1 + 0.12 * (-1.0) ** STEPS), COSINE, "loss-oscillates", 96, False),
-    "twice as high for good": (LEARNT * numpy.where(STEPS < 300, 1, 2), COSINE, "loss-jumped", 335, True),
-    "a rate too high for a while": (
-        LEARNT * numpy.where((STEPS < 200) | (STEPS > 280), 1, 2.2),
-        numpy.where((STEPS < 200) | (STEPS > 280), 1e-3, 1e-2), "loss-jumped", 235, True,
-    ),
     "divergence": (LEARNT + 2.2 * (STEPS > 300), COSINE, "loss-diverges", 350, False),
 }  # fmt: skip
 
@@ -183,8 +168,8 @@ def test_a_swing_of_one_epoch_is_the_order_of_the_data() -> None:
 def test_an_observation_is_logged_and_neither_counted_nor_an_end(caplog: pytest.LogCaptureFixture) -> None:
     alarms = Alarms(on_alarm="raise")
     with caplog.at_level("WARNING", logger="hf_accum_fix.monitor"):
-        alarms.say(Alarm("loss-jumped", "the loss has jumped", observation=True), 7)
-    assert [its.message for its in caplog.records] == ["observed, no alarm: loss-jumped: step 7: the loss has jumped"]
+        alarms.say(Alarm("loss-stalls", "it stalls", observation=True), 7)
+    assert [its.message for its in caplog.records] == ["observed, no alarm: loss-stalls: step 7: it stalls"]
     assert alarms.count == 0 and not alarms.stop
 
 

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, RankMemory, Trend, TrendKind, trend
+from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, RankMemory, Trend, TrendKind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from monitor_audit import GIB, HEALTHY_MEMORY, LEAKS, after, level, memory_alarms
@@ -43,32 +43,6 @@ def test_an_alarm_is_told_again_when_half_of_the_room_is_gone() -> None:
     assert 2 <= len(memory_alarms(4 * GIB + after(0, 4 * MIB)(numpy.random.default_rng(0), 2200), 13 * GIB)) <= 6
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ([3.0] * 10 + [8.0] * 20, "warm-up ended, later steps will not grow: plateau at 8.00 GiB since step 11"),
-        ([8.0 + 0.002 * (k * 7 % 5) for k in range(30)], "plateau or leak is undecided before step"),
-        ([1.0, 2.0, 3.0], "too few steps: plateau or leak is undecided before step 30"),
-        ([1.0 + 0.1 * k for k in range(60)], "grows 102 MiB/step (102 to 102) since step 1 (now 6.90 GiB, 0 steps"),
-    ],
-    ids=["steady", "noisy", "three", "grows"],
-)
-def test_the_decision_in_words(sizes: list[float], words: str) -> None:
-    its = trend([float(step) for step in range(1, len(sizes) + 1)], [GIB * size for size in sizes])
-    assert words in str(RankMemory(GIB * sizes[-1], 0, 0, 0, its))
-
-
-def test_samples_are_thinned_and_the_decision_stays() -> None:
-    monitor = MemoryMonitor(device=torch.device("cpu"), capacity=80 * GIB)
-    sizes = iter((2 * GIB + 0.3 * MIB * numpy.arange(70_000)).tolist())
-    monitor._now = lambda: (next(sizes, 23 * GIB),) * 3  # type: ignore[method-assign]
-    for _ in range(70_000):
-        monitor.sample()
-    assert len(monitor._sizes) + len(monitor._before) <= 2048
-    its = monitor.read()[0]
-    assert its.trend.slope == pytest.approx(0.3 * MIB) and its.steps_until_full == pytest.approx(57 * GIB / 0.3 / MIB)
-
-
 def held(size: int) -> mmap.mmap:
     """Memory of this process, touched, that no allocator had."""
     memory = mmap.mmap(-1, size)
@@ -89,7 +63,7 @@ def test_the_resident_set_of_this_process_without_mapped_files(leak: int, tmp_pa
             monitor.sample()
     reading = monitor.read()
     its, alarm = reading[0], monitor.judge(reading)
-    assert its.used > 8 * MIB and its.peak >= its.used and its.capacity > its.used
+    assert its.used > 8 * MIB and its.capacity > its.used
     assert (its.trend.kind is TrendKind.GROWS) == (alarm is not None) == bool(leak)
     assert not leak or its.trend.slope == pytest.approx(leak, rel=0.1)
     for memory in kept:
@@ -97,25 +71,18 @@ def test_the_resident_set_of_this_process_without_mapped_files(leak: int, tmp_pa
 
 
 def test_the_rank_that_is_full_first_is_named() -> None:
-    grows = Trend(TrendKind.GROWS, 300, 10, MIB, MIB, 0.9 * MIB, 1.1 * MIB)
-    slow = Trend(TrendKind.GROWS, 300, 10, MIB, 0.1 * MIB, 0.05 * MIB, 0.2 * MIB)
-    flat = Trend(TrendKind.PLATEAU, 300, 10, MIB, 0.0, 0.0, 0.0)
-    ranks = tuple(RankMemory(2 * MIB, 0, 0, 100 * MIB, its) for its in (flat, slow, grows, slow))
+    grows = Trend(TrendKind.GROWS, 300, 10, MIB, MIB)
+    slow = Trend(TrendKind.GROWS, 300, 10, MIB, 0.1 * MIB)
+    flat = Trend(TrendKind.PLATEAU, 300, 10, MIB, 0.0)
+    ranks = tuple(RankMemory(2 * MIB, 100 * MIB, its) for its in (flat, slow, grows, slow))
     alarm = MemoryMonitor(device=torch.device("cpu")).judge(ranks)
     assert alarm is not None and alarm.kind == "memory-grows-2" and "98 steps until" in alarm.message
     assert math.isinf(ranks[0].steps_until_full)
 
 
-def test_cuda_memory_is_read_from_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-
-    def stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
-        asked.append(device)
-        return {"allocated_bytes": {"all": {"current": 5, "peak": 9}}, "reserved_bytes": {"all": {"current": 7}}}
-
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+def test_on_cuda_the_memory_of_tensors_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 + device.index)
     monitor = MemoryMonitor(device=torch.device("cuda", 0), capacity=100)
     monitor.sample()
     its = monitor.read()[0]
-    assert (its.used, its.reserved, its.peak, its.capacity) == (5, 7, 9, 100)
-    assert asked == [torch.device("cuda", 0)] * 2
+    assert (its.used, its.capacity) == (5, 100)

@@ -17,7 +17,7 @@ def test_what_one_rank_cannot_watch_is_left_out_on_all() -> None:
         model = nn.Linear(3, 2)
         if ranks.rank:
             model.weight.placements = ()
-        monitor = Monitor(model, ranks=ranks, check_every=2)
+        monitor = Monitor(model, ranks=ranks)
         if ranks.rank:
             monitor.samples(torch.arange(3))
         for _ in range(3):

@@ -50,12 +50,12 @@ def test_a_rank_with_few_items_is_as_usual_as_any() -> None:
 
 def test_short_readings_are_put_together() -> None:
     draw = numpy.random.default_rng(9)
-    judge = RankLoss(micro_batches=8)
+    judge = RankLoss()
     for log in range(7):
         judge.judge(a_reading(draw, 2, 1, "even", log))
-        assert judge.worst is None
+        assert not judge._shifts._past
     judge.judge(a_reading(draw, 2, 1, "even", 8))
-    assert judge.worst is not None
+    assert len(judge._shifts._past) == 1
 
 
 def test_ranks_that_are_given_the_same_samples() -> None:
@@ -71,11 +71,11 @@ def test_ranks_that_are_given_the_same_samples() -> None:
 
 
 def test_one_rank_and_ranks_without_a_loss_are_not_judged() -> None:
-    judge = RankLoss(micro_batches=2)
+    judge = RankLoss()
     full = Moments(10, 100, 200, 4000, 2000, 1000)
     assert judge.judge(LossReading((full,))) is None
     assert judge.judge(LossReading((Moments(), Moments(), full))) is None
-    assert judge.worst is None
+    assert not judge._shifts._past
 
 
 def test_the_same_alarm_is_told_at_its_1st_2nd_4th_and_8th_time(caplog: pytest.LogCaptureFixture) -> None:

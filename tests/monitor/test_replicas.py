@@ -53,13 +53,6 @@ def test_every_so_many_steps_one_sum_of_three_integers_a_rank() -> None:
     assert all(tensor.dtype == torch.int64 for tensor in ranks.sums)
 
 
-def test_what_differs_by_design_is_left_out() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    replicas = Replicas(model, skip=lambda name: "2." in name)
-    names = [name for name, _ in replicas._tensors()]
-    assert names == ["parameter 0.weight", "parameter 0.bias", "parameter 1.weight", "parameter 1.bias"]
-
-
 def test_sharded_parameters_are_refused() -> None:
     class FlatParameter(nn.Parameter):
         pass

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor import SharedSamplesCallback
-from hf_accum_fix.monitor.ranks import read_together
+from hf_accum_fix.monitor.callbacks import samples_of
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 from tests.monitor.side_by_side import OneOf, side_by_side
 
@@ -85,9 +82,7 @@ def test_augmented_samples_are_found_by_what_stays_the_same(handed_over: str) ->
 
 def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
     def work(ranks: OneOf) -> list[str]:
-        callback = SharedSamplesCallback(Namespace(state=Namespace(global_step=1)), ranks)
-        told: list[str] = []
-        callback.alarms.on_alarm = lambda alarm: told.append(alarm.kind)
+        samples, told = SharedSamples(ranks), list[str]()
         draw = torch.Generator().manual_seed(0)
         for _ in range(3):
             for _ in range(4):
@@ -96,8 +91,11 @@ def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
                 ids = nn.functional.pad(ids.flip(0), (0, 2), value=7) if ranks.rank else ids
                 mask = torch.ones_like(ids)
                 mask[:, 6:] = 0
-                callback.micro_batch(torch.ones(()), {"attention_mask": mask, "input_ids": ids}, None)
-            assert callback.measured({}, read_together(ranks, callback.gathered())) == {}
+                found = samples_of({"attention_mask": mask, "input_ids": ids})
+                assert found is not None
+                samples.update(found)
+            alarm = samples.judge(samples.read())
+            told += [] if alarm is None else [alarm.kind]
         return told
 
     assert side_by_side(work) == [["ranks-share-samples"] * 2] * 2

@@ -21,13 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_accum_fix.monitor import (
-    LossMeter,
+    MonitorsCallback,
     NoiseScale,
-    NoiseScaleCallback,
     RankGradients,
     Replicas,
-    all_callbacks,
-    check_batch_norm,
 )
 from tests.monitor.quadratic import Quadratic, closed_form, micro_batches
 from tests.ranks import on_ranks
@@ -63,28 +60,6 @@ class Counted:
         result = tensor.clone()
         dist.all_reduce(result)
         return result
-
-
-def uneven_readings(rank: int) -> dict[str, Any]:
-    """Unequal item counts, a rank without a loss, and a loss of 0 / 0."""
-    losses = [[(2.0, 3), (4.0, 1), (float("nan"), 0)], [(1.0, 6)]]
-    meter = LossMeter()
-    for loss, items in losses[rank]:
-        meter.update(torch.tensor(loss), torch.tensor(items))
-    reading = meter.read()
-    empty = meter.read()
-    meter.update(torch.tensor(5.0) if rank == 1 else None, 7)
-    last_stage = meter.read()
-    return {
-        "mean": reading.mean,
-        "rank_means": [moments.mean for moments in reading.ranks],
-        "spread": reading.spread,
-        "micro_batches": reading.total.micro_batches,
-        "empty": empty.total.items,
-        "last_stage": last_stage.mean,
-        "with_a_loss": [bool(moments.items) for moments in last_stage.ranks],
-        "seen_by": gather(float(last_stage.mean)),
-    }
 
 
 def gradients_before_reduction(rank: int) -> dict[str, Any]:
@@ -197,47 +172,6 @@ def replicas_in_step(rank: int) -> dict[str, Any]:
     return found
 
 
-def copying_converter(module: nn.Module) -> nn.Module:
-    """A converter that copies: what apex's and older ones do, with a layer that runs on a CPU."""
-    result = module
-    if isinstance(module, nn.BatchNorm1d):
-        result = nn.BatchNorm1d(module.num_features)
-        result.load_state_dict(module.state_dict())
-    for name, child in module.named_children():
-        result.add_module(name, copying_converter(child))
-    return result
-
-
-def batch_norm(rank: int) -> dict[str, Any]:
-    """A model converted after it was wrapped, and one converted before: what is told, and what training does."""
-    found: dict[str, Any] = {}
-    for order in ("after", "before"):
-        model = classifier(nn.BatchNorm1d(32))
-        if order == "before":
-            model = copying_converter(model)
-        # Without this DDP refuses the second step: the layers that it knows are no longer used.
-        wrapped: nn.Module = DistributedDataParallel(model, find_unused_parameters=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if order == "after":
-            wrapped = copying_converter(wrapped)
-        layer = next(module for module in wrapped.modules() if isinstance(module, nn.BatchNorm1d))
-        start = layer.weight.detach().clone()
-        for points, labels in batches(5, RANK_BATCH * 2):
-            mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH)
-            optimizer.zero_grad()
-            layer.zero_grad()
-            cross_entropy(wrapped(points[mine]), labels[mine]).backward()
-            optimizer.step()
-        findings = check_batch_norm(wrapped, per_device_batch=RANK_BATCH, accumulation_steps=4, optimizer=optimizer)
-        found[order] = {
-            "kinds": [finding.kind for finding in findings],
-            "told": [finding.message for finding in findings],
-            "trained": not torch.equal(layer.weight, start),
-            "gradients_averaged": len(set(gather(float(layer.weight.grad.sum())))) == 1,
-        }
-    return found
-
-
 def trainer(rank: int) -> dict[str, Any]:
     """The Trainer on two ranks with every callback on: what is logged, when it is summed, what is left behind."""
     torch.manual_seed(0)
@@ -261,10 +195,7 @@ def trainer(rank: int) -> dict[str, Any]:
     numbers: list[tuple[float, float]] = []
     counted = Counted()
     counted.step = lambda: its.state.global_step
-    for callback in (*all_callbacks(its, counted), NoiseScaleCallback(its, counted, every=1)):
-        if type(callback).__name__ == "ReplicasCallback":
-            callback._every = 6
-        its.add_callback(callback)
+    its.add_callback(MonitorsCallback(its, counted, noise_scale_every=1))
     step = its.training_step
 
     def recorded(*args: Any, **kwargs: Any) -> Tensor:
@@ -284,8 +215,8 @@ def trainer(rank: int) -> dict[str, Any]:
         "by_hand": float(sums[0] / sums[1]),
         "sums_at_steps": dict(sorted(counted.steps.items())),
         "as_it_was": vars(its)["training_step"] is recorded,
-        "left_behind": sorted({"log", "_hf_accum_fix_listeners", "_hf_accum_fix_monitors"} & vars(its).keys()),
-        "accelerator": sorted({"clip_grad_norm_", "_hf_accum_fix_listeners"} & vars(its.accelerator).keys()),
+        "left_behind": sorted({"log"} & vars(its).keys()),
+        "accelerator": sorted({"clip_grad_norm_"} & vars(its.accelerator).keys()),
     }
 
 
@@ -305,7 +236,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 CHECKS = (
-    uneven_readings, gradients_before_reduction, noise_scale, replicas_in_step, batch_norm, trainer,
+    gradients_before_reduction, noise_scale, replicas_in_step, trainer,
 )  # fmt: skip
 
 
@@ -321,18 +252,6 @@ def found() -> dict[str, list[Any]]:
     """What each check found, on rank 0 and on rank 1."""
     one, other = on_ranks(found_on_rank)
     return {name: [one[name], other[name]] for name in one}
-
-
-def test_readings_are_the_same_on_every_rank_and_weigh_items(found: dict[str, Any]) -> None:
-    for its in found["uneven_readings"]:
-        assert its["mean"] == pytest.approx((2 * 3 + 4 * 1 + 1 * 6) / 10)
-        assert its["rank_means"] == pytest.approx([2.5, 1.0]) and its["spread"] == pytest.approx(1.5)
-        assert its["micro_batches"] == 3 and its["empty"] == 0
-
-
-def test_a_rank_without_a_loss_takes_part_in_no_mean(found: dict[str, Any]) -> None:
-    for its in found["uneven_readings"]:
-        assert its["last_stage"] == 5.0 and its["with_a_loss"] == [False, True] and its["seen_by"] == [5.0, 5.0]
 
 
 def test_the_hook_sees_the_accumulated_gradient_before_its_reduction(found: dict[str, Any]) -> None:
@@ -357,22 +276,17 @@ def test_replicas_in_step_are_left_alone(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "name", "largest", "elements"),
+    ("fault", "name"),
     [
-        ("one element", "parameter module.4.weight", 0.25, 1),
-        ("one parameter", "parameter module.0.bias", 0.5, 32),
-        ("optimizer", "exp_avg of module.0.weight", 1e-3, 1),
-        ("one bit", "parameter module.0.weight", 0.0, 1),
+        ("one element", "parameter module.4.weight"),
+        ("one parameter", "parameter module.0.bias"),
+        ("optimizer", "exp_avg of module.0.weight"),
+        ("one bit", "parameter module.0.weight"),
     ],
 )
-def test_a_replica_out_of_step_is_told_by_its_first_tensor(
-    fault: str, name: str, largest: float, elements: int, found: dict[str, Any]
-) -> None:
+def test_a_replica_out_of_step_is_told_by_its_first_tensor(fault: str, name: str, found: dict[str, Any]) -> None:
     for rank in found["replicas_in_step"]:
-        told = re.match(
-            rf"{name} differs: rank 1 by up to (\S+) in {elements} elements; 1 of \d+ tensors differ", rank[fault]
-        )
-        assert told and float(told[1]) == pytest.approx(largest, rel=1e-3, abs=1e-6)
+        assert re.match(rf"{name} differs: rank 1; 1 of \d+ tensors differ", rank[fault])
         assert rank[f"{fault}, fixed"]
 
 
@@ -380,33 +294,13 @@ def test_a_rank_that_has_not_stepped_is_told(found: dict[str, Any]) -> None:
     assert "the ranks hold [24, 21] tensors" in found["replicas_in_step"][0]["state missing on one rank"]
 
 
-def test_a_model_converted_after_wrapping_leaves_stale_parameters(found: dict[str, Any]) -> None:
-    for its in found["batch_norm"]:
-        after, before = its["after"], its["before"]
-        assert not after["trained"] and not after["gradients_averaged"]
-        assert before["trained"] and before["gradients_averaged"]
-        assert "batch-norm-stale-parameters" in after["kinds"]
-        assert "batch-norm-stale-parameters" not in before["kinds"]
-
-
-def test_statistics_of_a_cut_batch_and_of_single_ranks_are_told(found: dict[str, Any]) -> None:
-    its = found["batch_norm"][0]["before"]
-    # Running statistics differ between two forwards by design: DDP copies rank 0's.
-    assert its["kinds"] == ["batch-norm-accumulation"]
-    assert "16 samples, while an optimizer step has 128" in its["told"][0]
-    assert found["batch_norm"][1]["before"]["kinds"] == its["kinds"]
-
-
 def test_the_trainer_logs_every_monitor_beside_its_loss(found: dict[str, Any]) -> None:
     rows = found["trainer"][0]["rows"]
     assert [row["step"] for row in rows] == [4, 8, 12]
     names = {
-        "loss", "loss_standard_error", "rank_loss_spread", "rank_loss_worst_rank", "rank_loss_alarms",
-        "rank_loss_worst_in_standard_errors", "gradient_norm_median", "gradient_norm_mad", "gradient_norm_spikes",
-        "clipped_steps_share", "gradient_norm_alarms", "rank_gradient_norm_jitter", "rank_gradient_worst_rank",
-        "rank_gradient_worst_in_standard_errors", "rank_gradient_alarms", "replicas_alarms", "batch_norm_alarms",
-        "memory_mib", "memory_reserved_mib", "memory_peak_mib", "memory_alarms", "slowest_rank", "slowest_rank_lag_s",
-        "rank_lags_alarms", "ranks_share_samples_alarms", "items_per_step", "ranks",
+        "loss", "loss_standard_error", "rank_loss_0", "rank_loss_1", "all_alarms", "gradient_norm_median",
+        "gradient_norm_spikes", "memory_mib", "slowest_rank", "slowest_rank_lag_s",
+        "items_per_step", "ranks",
     }  # fmt: skip
     for row in rows[1:]:
         assert {f"hf_accum_fix/{name}" for name in names} <= row.keys()
@@ -421,9 +315,8 @@ def test_the_logged_mean_weighs_tokens_where_the_trainer_averages_steps(found: d
 
 
 def test_nothing_is_summed_but_at_a_log_or_a_check(found: dict[str, Any]) -> None:
-    # One sum a log, at 4, 8 and 12, and in the first what all ranks can watch; replicas every 6 steps, and at the
-    # beginning whether all ranks have them; whether any rank has BatchNorm after the first step and at the end.
-    assert found["trainer"][0]["sums_at_steps"] == {0: 1, 1: 1, 4: 2, 6: 1, 8: 1, 12: 3}
+    # What all ranks can watch after the first step, whether any has BatchNorm after the second, and one sum a log.
+    assert found["trainer"][0]["sums_at_steps"] == {1: 1, 2: 1, 4: 1, 8: 1, 12: 1}
 
 
 def test_the_trainer_is_left_as_it_was(found: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import builtins
 import json
 import math
 import subprocess
@@ -16,9 +15,8 @@ import pytest
 
 from hf_accum_fix.cli import watch as command
 from hf_accum_fix.monitor.run_logs import read_runs
-from hf_accum_fix.monitor.run_summary import summarise
 from hf_accum_fix.monitor.series import LogsError, Run, Series
-from hf_accum_fix.monitor.watch import look
+from hf_accum_fix.monitor.watch import look, summarise
 
 
 def curve(draw: numpy.random.Generator, logs: int, *, noise: float = 0.02, times: float = 1.0) -> list[float]:
@@ -48,26 +46,11 @@ def test_a_run_in_words(tmp_path: Path) -> None:
     folder = write_state(tmp_path / "run", losses, eval_accuracy={100: 0.1, 500: 0.85, 1000: 0.9}, **alarms)
     (run,) = read_runs(folder)
     its = summarise(run)
-    # As a share of a loss that falls from 2.5 to 0.5.
-    assert 0.02 / 2.5 < its.noise < 0.02 / 0.5 and f"{numpy.mean(losses[-10:]):.4g} +- " in its.rows[0][1]
+    assert f"{numpy.mean(losses[-10:]):.4g} last (+- " in its.rows[0][1]
     text = look([run]).words
-    assert text.startswith(f"run: 100 logged losses ({folder})\n")
-    assert "falls by" in text and "per 100 steps" in text
-    assert "eval accuracy  0.1 at first, 0.9 at step" in text
-    assert "median 1" in text and "0 spikes" in text
-    assert "rank loss: 2, first by step 610" in text
-
-
-def test_a_sweep_is_a_run_a_line(tmp_path: Path) -> None:
-    rows = [
-        {"mode": mode, "processes": 4, "seconds": 3.5, "losses": [3.0, 2.0], "grad_norms": [1.0, 2.0]}
-        for mode in ("stock", "apply")
-    ]
-    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    runs = read_runs(tmp_path)
-    assert [run.name.split(": ")[1] for run in runs] == ["stock, processes 4", "apply, processes 4"]
-    assert runs[0].series["loss"] == Series((1.0, 2.0), (3.0, 2.0))
-    assert runs[0].series["grad_norm"].values == (1.0, 2.0)
+    assert text.startswith(f"{folder}: 100 logged losses\n")
+    assert "falls over" in text and "per 100 steps" in text
+    assert "median 1" in text and "rank loss alarms: 2, the first by step 610" in text
 
 
 def test_the_last_checkpoint_stands_for_a_folder_and_folders_for_runs(tmp_path: Path) -> None:
@@ -76,20 +59,6 @@ def test_the_last_checkpoint_stands_for_a_folder_and_folders_for_runs(tmp_path: 
     write_state(tmp_path / "b", [1.0] * 3)
     (tmp_path / "pictures").mkdir()
     assert [len(run.series["loss"]) for run in read_runs(tmp_path)] == [10, 3]
-
-
-def test_event_files_without_tensorboard_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "events.out.tfevents.1").touch()
-    imported = builtins.__import__
-
-    def missing(name: str, *others: Any) -> Any:
-        if name.startswith("tensorboard"):
-            raise ImportError(name)
-        return imported(name, *others)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(LogsError, match="pip install tensorboard"):
-        read_runs(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"log_history": 3}', '{"log_history": [{"step": 1, "eval_loss": 2}]}'])
@@ -106,25 +75,23 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         read_runs(tmp_path)
 
 
-def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = numpy.random.default_rng(6)
     for name in "ab":
         write_state(tmp_path / name, curve(draw, 40), eval_accuracy={200: 0.5, 400: 0.7})
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    picture = tmp_path / "look.png"
-    arguments = [str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(picture)]
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert command.execute(parser.parse_args(arguments)) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "b against a: " in printed and "at 40 equal steps, 1 times its gradient norm" in printed
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    assert "times its loss" in printed and "at 40 steps, 1 times its gradient norm" in printed
 
 
-def test_without_a_picture_matplotlib_is_not_imported(tmp_path: Path) -> None:
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     write_state(tmp_path, [1.0] * 9)
     script = (
         "import argparse, sys; from hf_accum_fix.cli import watch; parser = argparse.ArgumentParser();"
-        f"watch.add_arguments(parser); watch.execute(parser.parse_args([{str(tmp_path)!r}, '--no-picture']));"
+        f"watch.add_arguments(parser); watch.execute(parser.parse_args([{str(tmp_path)!r}]));"
         "assert not {'matplotlib', 'torch', 'transformers', 'numpy'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)

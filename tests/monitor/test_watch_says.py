@@ -11,9 +11,8 @@ import pytest
 
 from hf_accum_fix.cli import main
 from hf_accum_fix.monitor.run_logs import read_runs
-from hf_accum_fix.monitor.run_summary import summarise
-from hf_accum_fix.monitor.series import LogsError, Run, Series
-from hf_accum_fix.monitor.watch import findings, look, within
+from hf_accum_fix.monitor.series import Run, Series
+from hf_accum_fix.monitor.watch import look
 
 
 def written(folder: Path, losses: list[float], **columns: list[float]) -> Path:
@@ -46,27 +45,24 @@ def swinging() -> Run:
 
 
 FOUND = {
-    "nan": (a_run([*falling(40), *[math.nan] * 20]), "20 logged losses are not finite, the first at step 410"),
+    "nan": (a_run([*falling(40), *[math.nan] * 20]), "not finite or beyond 1e60, the first at step 410"),
     "diverges": (a_run([*falling(60)[:45], *[1.0 + 0.4 * k for k in range(15)]]), "diverges"),
-    "no loss": (a_run([-1.0] * 60), "all 60 losses are -1"),
+    "no loss": (a_run([-1.0] * 60), "60 of 60 losses are -1"),
     "two of no loss": (a_run([*falling(30), -1.0, -1.0]), "2 of 32 losses are -1"),
     "a mean over stages": (a_run([(its - 1) / 2 for its in falling(60)]), "below zero"),
     "four times a guess": (
         a_run([4 * its for its in falling(60)], **{"hf_accum_fix/loss_of_a_guess": [2.4] * 60}), "times the loss of a g"
     ),
-    "an alarm": (a_run(falling(60), **{"hf_accum_fix/memory_alarms": [0.0] * 50 + [1.0] * 10}), "memory: 1 alarm, the"),
+    "an alarm": (a_run(falling(60), **{"hf_accum_fix/memory_alarms": [0.0] * 50 + [1.0] * 10}), "memory alarms: 1"),
     "a nan that a Trainer logs as 0": (a_run([*falling(40), *[0.0] * 6]), "6 logged losses are exactly 0"),
     "all losses 0": (a_run([0.0] * 12), "12 logged losses are exactly 0"),
     "a swing at a steady rate": (swinging(), "the loss swings by"),
-    "a rate of 0": (a_run([2.0 + 0.01 * (k % 7) for k in range(320)], learning_rate=[0.0] * 320), "learning rate is 0"),
-    "memory that grows": (
-        a_run(falling(60), memory_gib=[3.0 + 0.05 * k for k in range(60)]), "memory_gib grows 5.12 MiB/step"
-    ),
+    "a rate of 0": (a_run([2.0 + 0.01 * (k % 7) for k in range(320)], learning_rate=[0.0] * 320), "rate, at most 0"),
     "norms that vanish": (
         a_run(falling(900), grad_norm=[math.exp(-k / 50) for k in range(900)]), "the gradient norm vanishes"
     ),
     "norms that are nan": (a_run(falling(60), grad_norm=[1.0] * 40 + [math.nan] * 20), "gradient norms are inf or nan"),
-    "one -1": (a_run([*falling(20), -1.0, *falling(20)]), "1 of 41 losses is -1"),
+    "one -1": (a_run([*falling(20), -1.0, *falling(20)]), "1 of 41 losses are -1"),
 }  # fmt: skip
 
 
@@ -84,13 +80,11 @@ def stalls() -> list[float]:
 SPIKED = [1 + 0.1 * (k % 3) + 50 * (k == 50) for k in range(60)]
 OBSERVED = {
     "a stall": (a_run(stalls()), "the loss is where it began"),
-    "a jump for good": (a_run([*falling(200), *[2 * its for its in falling(800)[-100:]]]), "the loss has jumped"),
     "a swing of which nothing is known": (Run("x", {"loss": swinging().series["loss"]}), "the loss swings"),
     "a norm that spikes": (
         a_run(falling(60), grad_norm=SPIKED),
-        "1 spike of the gradient norm, at step 510",
+        "the gradient norm spikes, at step 510",
     ),
-    "below zero from the start": (a_run([-0.4 - 0.3 * (k / 60) for k in range(60)]), "between -1 and 0 from the start"),
 }
 
 
@@ -103,19 +97,10 @@ def test_what_may_be_meant_so_is_an_observation(name: str) -> None:
 
 def test_a_memorised_loss_of_zero_and_a_swing_of_the_schedule_are_none() -> None:
     memorised = [2.0 * math.exp(-its / 4) for its in range(60)]
-    assert findings(summarise(a_run([its if its > 5e-5 else 0.0 for its in memorised]))) == []
+    assert look([a_run([its if its > 5e-5 else 0.0 for its in memorised])]).findings == ()
     restarts = [1e-3 * (1 - (k % 6) / 6) for k in range(200)]
     run = Run("x", {**swinging().series, "learning_rate": a_run(restarts).series["loss"]})
     assert "swings" not in look([run]).words
-
-
-def test_memory_has_a_verdict_where_it_is_logged(tmp_path: Path) -> None:
-    plateau = written(tmp_path / "a", falling(30), **{"memory/max_active(GiB)": [3.2, *[8.2] * 29]})
-    assert (
-        "warm-up ended, later steps will not grow: plateau at 8.20 GiB since step 20" in look(read_runs(plateau)).words
-    )
-    short = written(tmp_path / "b", falling(4), **{"memory/max_active(GiB)": [3.2, 8.2, 8.2, 8.2]})
-    assert "plateau or leak is undecided before step 80" in look(read_runs(short)).words
 
 
 # ---- what could not be told ------------------------------------------------------------------------------------------
@@ -126,31 +111,18 @@ def test_what_could_not_be_compared_is_said_and_exits_3(tmp_path: Path, capsys: 
     rows = [{"step": 70 * place + 1000, "loss": its} for place, its in enumerate(falling(40), start=1)]
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["watch", str(tmp_path), "--no-picture"]) == 3
-    assert "could not compare: b/log.jsonl against a/log.jsonl: " in capsys.readouterr().out
+    assert main(["watch", str(tmp_path)]) == 3
+    assert "no steps in common" in capsys.readouterr().out
 
 
 # ---- what people have ------------------------------------------------------------------------------------------------
-
-
-def test_timms_accuracies_are_read_in_percent(tmp_path: Path) -> None:
-    header = "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n"
-    rows = [f"{k},{2 * 0.9**k},{2.1 * 0.9**k},{0.1 + 0.01 * (k % 2)},0.5,0.1\n" for k in range(20)]
-    (tmp_path / "summary.csv").write_text(header + "".join(rows))
-    found = look(read_runs(tmp_path))
-    assert "eval top1      0.1 at first, 0.11 at step" in found.words and any(
-        "accuracy stalls" in line for line in found.findings
-    )
-    rows = [f"{k},{2 * 0.9**k},2,{20 + 3 * k},{50 + k},0.1\n" for k in range(20)]
-    (tmp_path / "summary.csv").write_text(header + "".join(rows))
-    assert look(read_runs(tmp_path)).findings == ()
 
 
 def test_steps_that_go_down_or_back_are_put_in_order(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(falling(60), start=1)]
     (tmp_path / "down.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
     (run,) = read_runs(tmp_path / "down.jsonl")
-    assert findings(summarise(run)) == [] and run.series["loss"].steps[0] == 1
+    assert look([run]).findings == () and run.series["loss"].steps[0] == 1
     resumed = [*({**row, "loss": 9.0} for row in rows), *rows[30:]]
     (tmp_path / "back.jsonl").write_text("".join(json.dumps(row) + "\n" for row in resumed))
     (run,) = read_runs(tmp_path / "back.jsonl")
@@ -166,25 +138,13 @@ def test_a_finding_is_told_beside_what_cannot_be_read(tmp_path: Path, capsys: py
     (tmp_path / "config.json").write_text("{")
     others = (tmp_path / "garbage.csv", tmp_path / "nowhere", tmp_path / "config.json")
     for logs in ((bad, *others), (*others, bad)):
-        assert main(["watch", *map(str, logs), "--no-picture"]) == 1
+        assert main(["watch", *map(str, logs)]) == 1
         printed = " ".join(capsys.readouterr().out.split())
-        assert "1 logged loss is not finite" in printed and printed.count("could not read: ") == 3
+        assert "1 logged losses are not finite or" in printed and printed.count("could not read: ") == 3
     good = written(tmp_path / "good", falling(20))
-    assert main(["watch", *map(str, (good, others[0])), "--no-picture"]) == 3
-    assert main(["watch", *map(str, others), "--no-picture"]) == 3
+    assert main(["watch", *map(str, (good, others[0]))]) == 3
+    assert main(["watch", *map(str, others)]) == 3
     assert "nowhere does not exist" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_folder_of_events_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    for name in "ab":
-        with SummaryWriter(str(tmp_path / name)) as writer:
-            for step in range(1, 4):
-                writer.add_scalar("train/loss", 1.0 / step, step)
-    (tmp_path / "a" / "events.out.tfevents.9").mkdir()
-    unread: list[str] = []
-    assert len(read_runs(tmp_path, unread)) == 1 and "no regular file" in unread[0]
 
 
 HUGE = {
@@ -192,8 +152,6 @@ HUGE = {
     "the last losses": {"loss": [*falling(30), *[10.0 ** (30 * k) for k in range(1, 11)]]},
     "norms": {"loss": falling(40), "grad_norm": [1e308] * 40},
     "rates": {"loss": falling(40), "learning_rate": [1e308] * 40},
-    "an accuracy": {"loss": falling(40), "eval_accuracy": [1e308] * 40},
-    "memory": {"loss": falling(40), "memory_gib": [1e300 * k for k in range(40)]},
     "a guess": {"loss": falling(40), "hf_accum_fix/loss_of_a_guess": [1e308] * 40},
     "tiny losses": {"loss": [1e-310 * (k + 1) for k in range(40)]},
     "losses of both signs": {"loss": [(-1) ** k * 1e308 for k in range(40)]},
@@ -205,59 +163,9 @@ def test_numbers_near_overflow_are_told_in_words(name: str, tmp_path: Path, caps
     its = HUGE[name]
     written(tmp_path / "huge", its["loss"], **{key: values for key, values in its.items() if key != "loss"})
     written(tmp_path / "usual", falling(40))
-    code = main(["watch", str(tmp_path), "--output", str(tmp_path / "x.png")])
+    code = main(["watch", str(tmp_path)])
     said = capsys.readouterr()
     printed = " ".join(said.out.split())
     assert "Traceback" not in said.err and "Error" not in said.out + said.err
     if "losses" in name and name != "tiny losses":
-        assert code == 1 and "beyond 1e+60, on the way to overflow" in printed
-
-
-def test_a_run_that_cannot_be_judged_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_accum_fix.monitor import watch
-
-    def failing(run: Run) -> object:
-        if run.name == "odd":
-            raise OverflowError("too large")
-        return summarise(run)
-
-    monkeypatch.setattr(watch, "summarise", failing)
-    odd = Run("odd", a_run(falling(20)).series)
-    found = look([odd, a_run([*falling(20), math.nan])])
-    assert found.exit_code == 1 and "could not judge: odd (OverflowError: too large)" in found.words
-    with pytest.raises(LogsError, match="could not judge"):
-        look([odd])
-
-
-# ---- how it is said --------------------------------------------------------------------------------------------------
-
-
-def test_runs_are_compared_with_the_first() -> None:
-    runs = [Run(f"r{k}", a_run([(1 + k) ** 2 * its for its in falling(60, seed=k)]).series) for k in range(3)]
-    assert "r0: the others are compared with it, the first of them (--against)" in look(runs).words
-
-
-@pytest.mark.parametrize("folder", ["a", "b" * 120, "c d " * 30])
-def test_no_line_has_more_than_80_columns(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / folder.strip()
-    for name, (run, _) in (FOUND | OBSERVED).items():
-        columns = {key: list(its.values) for key, its in run.series.items()}
-        written(place / name, **{"losses": columns.pop("loss"), **columns})
-    (place / "bad").mkdir()
-    (place / "bad" / "x.csv").write_text("hello, world\n\x00, \x01\n")
-    code = main(["watch", str(place), "--output", str(place / "nowhere" / "x.png")])
-    said = capsys.readouterr()
-    assert code == 1 and max(map(len, (said.out + said.err).splitlines())) <= 80
-    assert "  loss " in said.out and "\n    " in said.out
-    assert main(["watch", str(place / "nowhere"), "--against", "x" * 200]) == 3
-    assert max(map(len, capsys.readouterr().err.splitlines())) <= 80
-    assert main(["watch", str(place), "--against", "x" * 200, "--no-picture"]) == 1
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-def test_what_does_not_fit_stands_below_further_in() -> None:
-    text = "x: 3\n  gradient norm  median 1.01, MAD 0.006\n  x: the loss swings by a lot and so on\n\n"
-    assert within(text, 30) == (
-        "x: 3\n  gradient norm  median 1.01,\n    MAD 0.006\n  x: the loss swings by a lot\n    and so on\n\n"
-    )
-    assert within("  ab  one two three four", 16) == "  ab  one two\n      three four"
+        assert code == 1 and "beyond 1e60" in printed

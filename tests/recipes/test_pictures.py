@@ -13,8 +13,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hf_accum_fix.monitor.picture import write_picture
-from hf_accum_fix.monitor.series import Run, Series
 from tests.recipes import load
 
 
@@ -95,16 +93,8 @@ def monitors(path: Path) -> None:
     load("convergence_monitor").draw_curves(rows, path)
 
 
-def watched(path: Path) -> None:
-    steps = tuple(float(k) for k in range(1, 4))
-    few = {name: Series(steps, (1.0, 1.01, 1.03)) for name in ("loss", "grad_norm", "eval_accuracy")}
-    wide = {"loss": Series((1.0, 1e6, 2e6), (1e-3, 1.0, 1e3)), "grad_norm": Series((1.0, 1e6, 2e6), (1e-9, 1.0, 1e9))}
-    write_picture([Run("few", few)], path)
-    write_picture([Run("few", few), Run("wide" * 15, wide), Run("long" * 15, few)], path)
-
-
 PICTURES: dict[str, Callable[[Path], None]] = {
-    its.__name__: its for its in (matrix, speed, precision, router, loops, monitors, watched)
+    its.__name__: its for its in (matrix, speed, precision, router, loops, monitors)
 }
 
 
