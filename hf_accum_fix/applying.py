@@ -186,8 +186,8 @@ class PatchHandle:
                     "after the import of that module, not while it is imported"
                 )
             # Imported late: these modules need attributes that the plan has just checked.
+            from hf_accum_fix.evaluation import evaluation_loop
             from hf_accum_fix.overrides import OVERRIDES, hand_back
-            from hf_accum_fix.overrides.evaluation import evaluation_loop
 
             names = [state.seam.name for state in environment.seams]
             patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]

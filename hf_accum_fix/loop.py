@@ -40,6 +40,7 @@ from hf_accum_fix.core.loop_host import Batch, LoopHost, LossOf
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.engines.delivered import adding
 from hf_accum_fix.engines.engine import engine_divisor, reducing
 from hf_accum_fix.engines.sample_shards import axis_size, check_shards
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
@@ -94,7 +95,7 @@ class AccumulationWindow:
             host.attention(model, self.batches[self._begun - 1]),
             self._engine_noted(),
             reducing(host.accelerator, model, last=last),
-            host.adding(model, len(self), self._begun),
+            adding(host, model, len(self), self._begun),
         ):
             yield
             if host.accelerator is not None and host.accelerator.sync_gradients != last:

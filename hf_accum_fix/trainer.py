@@ -9,8 +9,8 @@ from transformers import Seq2SeqTrainer, Trainer
 from hf_accum_fix import overrides
 from hf_accum_fix.confirmation import confirm_class
 from hf_accum_fix.errors import SeamError
+from hf_accum_fix.evaluation import evaluation_loop
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides import evaluation
 
 _SEAMS = ("train", "get_batch_samples", "training_step", "compute_loss")
 
@@ -73,12 +73,12 @@ class GlobalBatchMixin(_Base):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; with the option ``eval_loss`` the loss is the mean over the set's items."""
         original = super().evaluation_loop
-        return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
+        return evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
 
     def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The same under ``use_legacy_prediction_loop`` of releases before 5.0."""
         original = super().prediction_loop  # type: ignore[misc]
-        return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
+        return evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
 
 
 class GlobalBatchTrainer(GlobalBatchMixin, Trainer):

@@ -327,7 +327,7 @@ import sys, types
 sys.path.insert(0, {str(tmp_path)!r})
 ours = {{name: lambda *args, **kwargs: "ours" for name in {NAMES}}}
 sys.modules["hf_accum_fix.overrides"] = types.SimpleNamespace(OVERRIDES=ours, hand_back=lambda _: None)
-sys.modules["hf_accum_fix.overrides.evaluation"] = types.SimpleNamespace(evaluation_loop=None)
+sys.modules["hf_accum_fix.evaluation"] = types.SimpleNamespace(evaluation_loop=None)
 import hf_accum_fix
 hf_accum_fix.report()  # imports what apply() will use, so that apply() itself is quick
 """

@@ -19,10 +19,10 @@ from hf_accum_fix.accumulation.items import Labels, count_dtype, labels_of
 from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.core.state import ALWAYS, TrainingState
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves, reduced_in
-from hf_accum_fix.engines.precision import WindowGradient, rounding_words
+from hf_accum_fix.engines.engine import reduced_in
+from hf_accum_fix.engines.precision import WindowGradient
 from hf_accum_fix.engines.reached import Reached
-from hf_accum_fix.engines.sample_shards import SHIFTED, complete_shard, is_cut, measured_divisor, other_samples
+from hf_accum_fix.engines.sample_shards import is_cut
 from hf_accum_fix.errors import BY_DESIGN
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
@@ -89,6 +89,7 @@ class Host(ABC):
     #: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     over_ranks: float | None = None
     requires_number = False
+    context_parallel = False  # its step would cut samples
 
     def __init__(self, options: Options) -> None:
         self.options, self.state = options, TrainingState()
@@ -102,32 +103,6 @@ class Host(ABC):
     def cuts_samples(self) -> bool:
         """Whether several ranks hold a part of each sample."""
         return is_cut(self.accelerator)
-
-    def compare_samples(self, batches: Sequence[Any]) -> None:
-        """Before context parallelism cuts the first window: warn if ranks that share a sample got different ones."""
-        if self.over_ranks is not None:
-            return
-        compared = partial(other_samples, self.accelerator, batches, self.gather)
-        if words := self.contained("comparing the samples of ranks", compared, ""):
-            self.warn_inexact("other samples", f"{self.name}: {words}")
-
-    def complete_shards(self, batches: Sequence[Any]) -> None:
-        """Before a window of cut samples is counted: give it its labels, and find what the engine divides by."""
-        if not self.cuts_samples:
-            return
-        for each in batches:
-            complete_shard(each)
-        if self.over_ranks is None:
-            measured = partial(measured_divisor, self.accelerator, self.data_ranks)
-            divisor = self.contained("measuring what the engine divides by", measured, float(self.data_ranks))
-            self.over_ranks = divisor / self.data_ranks
-
-    def check_shift(self) -> None:
-        """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""
-        items = None if self.contract is None else self.contract.items
-        if self.cuts_samples and items is not None and items.keys[:1] != (SHIFTED,):
-            words = f"{self.name} counts {items}, not the labels that were shifted before samples were cut"
-            self.warn_inexact("shifts again", f"{words}; the step is reported as not exact")
 
     @property
     @abstractmethod
@@ -357,44 +332,3 @@ class Host(ABC):
         """Around the forward of a micro-batch in training: what its loss has to know of its window."""
         with self.router.micro_batch(place), self.coupled.micro_batch(place) if self.coupled else nullcontext():
             yield
-
-    @contextmanager
-    def adding(self, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
-        """Around micro-batch number ``begun``: add gradients in the chosen dtype; warn once of what 16 bits lose."""
-        first, last, gradient = begun == 1, begun >= micro_batches, self.gradient
-        if first and not last and (found := check_engine_adds(self.accelerator, self.options.accumulate_in)):
-            self.warn_inexact("16 bits", found)
-        unknown = gradient.lost is None
-        with (
-            gradient.micro_batch(partial(narrow_leaves, self.accelerator, model), first=first, last=last),
-            self.reached.micro_batch(self, model, first=first, last=last),
-        ):
-            yield
-        if unknown and gradient.lost is not None:
-            self.state.amend(lost_in_16_bits=gradient.lost)
-            if gradient.matters:
-                head = type(self.bare(model)).__name__
-                self.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")
-
-    def check_reached(self, times: Tensor | float | None) -> None:
-        """Say whether what autograd delivered in this window is what the optimizer is about to use.
-
-        ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
-        """
-        if (verdict := self.reached.close(self, times)) is None:
-            return
-        self.state.amend(**self.reached.facts())
-        if verdict.wrong:
-            self.warn_inexact(
-                "reached",
-                f"{self.head}: {self.where}: got {verdict.words[4:]} in what the optimizer uses; expected the gradient "
-                "that autograd delivered, averaged over ranks; look at the engine, gradient and communication hooks",
-            )
-        elif verdict.inside and self.steps > 1:
-            self.warn_inexact(
-                "reached",
-                f"{self.head}: {self.where}: got an optimizer that steps inside the backward of every micro-batch; "
-                "expected one step a window; use another optimizer, or gradient_accumulation_steps=1",
-            )
-        elif verdict.final and self.rank == 0:
-            logger.info("%s: the gradient reached the optimizer: %s", self.head, verdict.words)

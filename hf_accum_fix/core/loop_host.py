@@ -24,6 +24,9 @@ from hf_accum_fix.engines.sample_shards import (
     attention_over_ranks,
     axis_size,
     check_attention,
+    check_shift,
+    compare_samples,
+    complete_shards,
     cut_in_place,
 )
 from hf_accum_fix.errors import ContractError
@@ -63,7 +66,7 @@ class LoopHost(Host):
     def cut(self, batches: Sequence[Batch]) -> Iterator[None]:
         """Around a window: under context parallelism its samples are cut in place."""
         if self.context_parallel:
-            self.compare_samples(batches)
+            compare_samples(self, batches)
         with cut_in_place(self.accelerator, batches) if self.context_parallel else nullcontext():
             yield
 
@@ -102,9 +105,9 @@ class LoopHost(Host):
             on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
             usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             self.device, self._is_placed = device or usual, device is not None
-        self.complete_shards(batches)
+        complete_shards(self, batches)
         if (window := open_unless_aside(self, batches)) is not None:
-            self.check_shift()
+            check_shift(self)
             return window
         # The mean over its micro-batches, as a loop has it without this package.
         plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")

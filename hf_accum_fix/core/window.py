@@ -2,7 +2,7 @@
 
 window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
 for each micro-batch:
-    with host.adding(model, len(batches), begun):   # the dtype of its gradient sum
+    with adding(host, model, len(batches), begun):  # the dtype of its gradient sum
         ...                                         # forward, window.weigh(loss, batch, captured), backward
 window.close(model)                                 # compares divisors with the prediction
 
@@ -28,6 +28,7 @@ from hf_accum_fix.accumulation.weigh import Weighed, weigh
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
+from hf_accum_fix.engines.delivered import check_reached
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import AccumFixError, StandAsideError
@@ -94,7 +95,7 @@ class Window:
                 loss.reconsider()
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
-        host.check_reached(times)
+        check_reached(host, times)
         return times
 
     def _compare(self) -> Tensor | None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
 import torch
@@ -31,6 +31,9 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 from hf_accum_fix.upstream.seams import CUTS
+
+if TYPE_CHECKING:
+    from hf_accum_fix.core.host import Host
 
 #: Labels that were shifted before the samples were cut.
 SHIFTED: Final = "shift_labels"
@@ -244,3 +247,31 @@ def measured_divisor(accelerator: AcceleratorLike | None, data_ranks: int) -> fl
         moved = -float(model.weight.detach().sum())
     probe.destroy()
     return data_ranks / moved
+
+
+def compare_samples(host: Host, batches: Sequence[Any]) -> None:
+    """Before context parallelism cuts the first window: warn if ranks that share a sample got different ones."""
+    if host.over_ranks is None:
+        compared = partial(other_samples, host.accelerator, batches, host.gather)
+        if words := host.contained("comparing the samples of ranks", compared, ""):
+            host.warn_inexact("other samples", f"{host.name}: {words}")
+
+
+def complete_shards(host: Host, batches: Sequence[Any]) -> None:
+    """Before a window of cut samples is counted: give it its labels, and find what the engine divides by."""
+    if not host.cuts_samples:
+        return
+    for each in batches:
+        complete_shard(each)
+    if host.over_ranks is None:
+        measured = partial(measured_divisor, host.accelerator, host.data_ranks)
+        divisor = host.contained("measuring what the engine divides by", measured, float(host.data_ranks))
+        host.over_ranks = divisor / host.data_ranks
+
+
+def check_shift(host: Host) -> None:
+    """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""
+    items = None if host.contract is None else host.contract.items
+    if host.cuts_samples and items is not None and items.keys[:1] != (SHIFTED,):
+        words = f"{host.name} counts {items}, not the labels that were shifted before samples were cut"
+        host.warn_inexact("shifts again", f"{words}; the step is reported as not exact")

@@ -28,7 +28,14 @@ from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.engines.sample_shards import SHIFTED, attention_over_ranks, cut_whole
+from hf_accum_fix.engines.sample_shards import (
+    SHIFTED,
+    attention_over_ranks,
+    check_shift,
+    compare_samples,
+    complete_shards,
+    cut_whole,
+)
 from hf_accum_fix.engines.watched import has_own_hooks
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.options import Options
@@ -62,7 +69,6 @@ class Session(Host):
         owns_labels: the trainer computes the loss from the labels, which the model does not get.
         kept_back: see `LossRun`.
         is_counted: the window that is fetched has a number.
-        context_parallel: its step would cut samples.
     """
 
     accelerator: AcceleratorLike
@@ -130,10 +136,10 @@ class Session(Host):
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
         if self.context_parallel:
-            self.compare_samples(batches)
+            compare_samples(self, batches)
             for each in batches:
                 cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
-        self.complete_shards(batches)
+        complete_shards(self, batches)
         state = self.trainer.state
         if state.global_step and not self.state.opened and MARKER not in state.stateful_callbacks:
             self.warn_once(
@@ -146,7 +152,7 @@ class Session(Host):
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is None:
             return None
-        self.check_shift()
+        check_shift(self)
         if len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",

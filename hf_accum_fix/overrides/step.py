@@ -29,6 +29,7 @@ from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
+from hf_accum_fix.engines.delivered import adding
 from hf_accum_fix.engines.engine import engine_divisor, is_being_made, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
@@ -138,7 +139,7 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
         overridden(session, "base_loss", micro_batch.base_loss),
         overridden(trainer, "compute_loss", micro_batch.compute_loss),
         overridden(trainer.accelerator, "backward", micro_batch.backward),
-        session.adding(trainer.model_wrapped, len(window.batches), window.done + 1),
+        adding(session, trainer.model_wrapped, len(window.batches), window.done + 1),
     ):
         result = wrapped(*args, **kwargs)
     loss = micro_batch.end()

@@ -1,30 +1,24 @@
-"""One training: ``train``, the setups it refuses, what it replaces while it runs, its log and its dataloader."""
+"""One training: ``train``, the setups it refuses, what it replaces while it runs, and its log."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
-from operator import length_hint
 from typing import Any, Final
 
 import transformers
-from accelerate.data_loader import DataLoaderStateMixin
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.data.balancing import BalancedStream, Dealer
-from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.data.whole_windows import WholeWindows
-from hf_accum_fix.engines.engine import waits_every_micro_batch
-from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards, is_one_of, skip_shards
+from hf_accum_fix.data.loader import in_windows, not_dispatching, skip_first_batches
+from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards, is_one_of
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.options import BalanceOptions, Options, enabled
+from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.step import backward, check_step, clip, counted
 from hf_accum_fix.overrides.trainer_facts import parallel_size, release_counts_windows
@@ -35,9 +29,6 @@ from hf_accum_fix.upstream.seams import CUTS
 
 #: Name in the log of the number of exact windows, once one was not.
 EXACT_WINDOWS: Final = "hf_accum_fix/exact_windows"
-#: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
-DEALER: Final = "_hf_accum_fix_dealer"
-_WRAPPED: Final = (WholeWindows, WithoutDuplicates, BalancedStream)
 
 
 def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
@@ -72,7 +63,7 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     """What a training replaces while it runs; each function gets session and original first."""
     trainer, accelerator = session.trainer, session.trainer.accelerator
     yield trainer, "get_train_dataloader", get_train_dataloader
-    yield sys.modules[Trainer.__module__], "skip_first_batches", skip_first_batches
+    yield sys.modules[Trainer.__module__], "skip_first_batches", _skip
     if release_counts_windows():
         yield trainer, "get_batch_samples", counted
     yield accelerator, "backward", backward
@@ -80,6 +71,11 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield trainer, "log", _log
     if session.context_parallel:
         yield trainer, CUTS, _not_cut_again
+
+
+def _skip(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Resume inside of what wraps a dataloader."""
+    return skip_first_batches(original, *args, **kwargs)
 
 
 def _not_cut_again(session: Session, original: Original, model: nn.Module, inputs: Any) -> Any:
@@ -144,76 +140,9 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
 
 def get_train_dataloader(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over."""
-    with _not_dispatching(session):
+    with not_dispatching(session, session.trainer):
         loader = original(*args, **kwargs)
-    if isinstance(loader, _WRAPPED):
-        return loader
-    shard: Any = getattr(loader, "batch_sampler", None)
-    sampler: Any = getattr(shard, "batch_sampler", None)
-    if hasattr(sampler, "set_epoch") and not hasattr(shard, "set_epoch"):
-        # The Trainer passes the epoch to a sampler that draws by it (batch_rebalance) through accelerate's shard, but
-        # not through a shard inside a resumed epoch's sampler.
-        shard.set_epoch = sampler.set_epoch
-    loader = _balanced(session, loader)
-    # A loader that accelerate did not prepare repeats nothing.
-    if session.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
-        loader = WithoutDuplicates(loader, session.options.drop_duplicates, session.warn_repeated)
-        loader.check()
-    if not release_counts_windows():
-        # It fetches no windows: each is counted before its first micro-batch is run.
-        return WholeWindows(loader, session.steps, session.open)
-    # Without a length it is a stream.
-    loses_the_rest = length_hint(loader, -1) < 0 or is_present("epoch-tail-not-trained", transformers.__version__)
-    return WholeWindows(loader, session.steps) if loses_the_rest else loader
-
-
-def skip_first_batches(session: Session, original: Original, dataloader: Any, num_batches: int = 0) -> Any:
-    """Resume inside of what wraps a dataloader."""
-    if isinstance(dataloader, _WRAPPED):
-        return dataloader.around(skip_first_batches(session, original, dataloader.__wrapped__, num_batches))
-    # By its attributes: DeepSpeed may not be installed.
-    if hasattr(dataloader, "sp_world_size"):
-        return skip_shards(original, dataloader, num_batches)
-    return original(dataloader, num_batches)
-
-
-def _balanced(session: Session, loader: Any) -> Any:
-    """The loader with length-balanced windows, if requested."""
-    trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
-    kept = vars(trainer)
-    if not isinstance(balance, BalanceOptions) or kept.get(DEALER, balance) is None:
-        return loader
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and length_hint(loader, -1) >= 0:
-        why = "train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are corrected as well"
-    elif not hasattr(loader, "dataset"):
-        got = f"got a train dataloader {type(loader).__name__} without a data set"
-        why = f"{got}; expected torch's DataLoader; its windows are not balanced"
-    else:
-        if DEALER not in kept or kept[DEALER].options != balance:
-            kept[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
-        length_column = getattr(args, "length_column_name", None) or "length"
-        lockstep, columns = waits_every_micro_batch(trainer.accelerator), trainer.train_dataset
-        return kept[DEALER].around(
-            loader, session.steps, lockstep=lockstep, length_column=length_column, columns=columns
-        )
-    session.warn_once("not balanced", f"balance_windows: {why}")
-    return loader
-
-
-def _not_dispatching(session: Session) -> AbstractContextManager[None]:
-    """Turn off dispatching for a stream while its loader is made, where the user left it to the Trainer.
-
-    A dispatched one cannot be balanced; on several ranks the user has to decide whether every rank may read the stream.
-    Ranks that hold parts of a sample would each get another sample (``DataLoaderDispatcher`` of accelerate 1.15.0).
-    """
-    trainer = session.trainer
-    holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
-    balances = bool(session.options.balance_windows) and session.world_size == 1
-    is_stream = isinstance(trainer.train_dataset, IterableDataset)
-    if not (is_stream and holder.dispatch_batches is None and (balances or session.context_parallel)):
-        return nullcontext()
-    what = "balance_windows" if balances else "context parallelism"
-    session.warn_once(
-        "dispatching", f"{what}: dispatch_batches, the Trainer's default for a stream, is off in this training"
-    )
-    return overridden(holder, "dispatch_batches", False)
+    # Where the release fetches no windows, each is counted before its first micro-batch is run.
+    opened = None if release_counts_windows() else session.open
+    loses = is_present("epoch-tail-not-trained", transformers.__version__)
+    return in_windows(session, session.trainer, loader, opened, loses_the_rest=loses)

@@ -11,9 +11,9 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from hf_accum_fix.data.loader import DEALER
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.overrides.training import DEALER
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.copies import AtTheStep, copied_model, copy_for_split, gradients_of, nothing

@@ -20,8 +20,8 @@ from trl import SFTConfig
 
 import hf_accum_fix
 from hf_accum_fix import observations
+from hf_accum_fix.data.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.overrides.training import DEALER
 from hf_accum_fix.verification.report import Kind
 from tests.clients.sft import SPLITS, WAYS, StockSFT, Way, indices, sft_reference, sft_step, tokens
 from tests.clients.words import tokenizer

@@ -101,7 +101,7 @@ STAND_IN = f"""
 import sys, types
 ours = {{name: lambda wrapped, *_, **__: wrapped() for name in {SEAMS}}}
 sys.modules["hf_accum_fix.overrides"] = types.SimpleNamespace(OVERRIDES=ours, hand_back=lambda _: None)
-sys.modules["hf_accum_fix.overrides.evaluation"] = types.SimpleNamespace(evaluation_loop=None)
+sys.modules["hf_accum_fix.evaluation"] = types.SimpleNamespace(evaluation_loop=None)
 """
 
 

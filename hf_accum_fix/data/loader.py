@@ -1,0 +1,107 @@
+"""A Trainer's dataloader, with what its options add: length-balanced windows, no duplicates, whole windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from operator import length_hint
+from typing import TYPE_CHECKING, Any, Final
+
+from accelerate.data_loader import DataLoaderStateMixin
+from torch.utils.data import IterableDataset
+
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.data.balancing import BalancedStream, Dealer
+from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.data.whole_windows import WholeWindows
+from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.engines.sample_shards import skip_shards
+from hf_accum_fix.options import BalanceOptions
+from hf_accum_fix.upstream.protocols import TrainerLike
+
+if TYPE_CHECKING:
+    from hf_accum_fix.core.host import Host
+
+#: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
+DEALER: Final = "_hf_accum_fix_dealer"
+_WRAPPED: Final = (WholeWindows, WithoutDuplicates, BalancedStream)
+
+
+def in_windows(
+    host: Host, trainer: TrainerLike, loader: Any, opened: Callable[..., Any] | None, *, loses_the_rest: bool
+) -> Any:
+    """The train dataloader as the loop of a Trainer gets it.
+
+    Args:
+        host: the training.
+        trainer: of it.
+        loader: as the Trainer made it.
+        opened: called with each window, where the release fetches none; None: it does.
+        loses_the_rest: the release does not train the last, short window of an epoch; nor does a stream.
+    """
+    if isinstance(loader, _WRAPPED):
+        return loader
+    shard: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(shard, "batch_sampler", None)
+    if hasattr(sampler, "set_epoch") and not hasattr(shard, "set_epoch"):
+        # The Trainer passes the epoch to a sampler that draws by it (batch_rebalance) through accelerate's shard, but
+        # not through a shard inside a resumed epoch's sampler.
+        shard.set_epoch = sampler.set_epoch
+    loader = _balanced(host, trainer, loader)
+    # A loader that accelerate did not prepare repeats nothing.
+    if host.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
+        loader = WithoutDuplicates(loader, host.options.drop_duplicates, host.warn_repeated)
+        loader.check()
+    if opened is not None:
+        return WholeWindows(loader, host.steps, opened)
+    # Without a length it is a stream.
+    return WholeWindows(loader, host.steps) if length_hint(loader, -1) < 0 or loses_the_rest else loader
+
+
+def skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+    """Resume inside of what wraps a dataloader."""
+    if isinstance(dataloader, _WRAPPED):
+        return dataloader.around(skip_first_batches(original, dataloader.__wrapped__, num_batches))
+    # By its attributes: DeepSpeed may not be installed.
+    if hasattr(dataloader, "sp_world_size"):
+        return skip_shards(original, dataloader, num_batches)
+    return original(dataloader, num_batches)
+
+
+def _balanced(host: Host, trainer: TrainerLike, loader: Any) -> Any:
+    """The loader with length-balanced windows, if requested."""
+    args, balance = trainer.args, host.options.balance_windows
+    kept = vars(trainer)
+    if not isinstance(balance, BalanceOptions) or kept.get(DEALER, balance) is None:
+        return loader
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and length_hint(loader, -1) >= 0:
+        why = "train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are corrected as well"
+    elif not hasattr(loader, "dataset"):
+        got = f"got a train dataloader {type(loader).__name__} without a data set"
+        why = f"{got}; expected torch's DataLoader; its windows are not balanced"
+    else:
+        if DEALER not in kept or kept[DEALER].options != balance:
+            kept[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
+        length_column = getattr(args, "length_column_name", None) or "length"
+        lockstep, columns = waits_every_micro_batch(trainer.accelerator), trainer.train_dataset
+        return kept[DEALER].around(loader, host.steps, lockstep=lockstep, length_column=length_column, columns=columns)
+    host.warn_once("not balanced", f"balance_windows: {why}")
+    return loader
+
+
+def not_dispatching(host: Host, trainer: TrainerLike) -> AbstractContextManager[None]:
+    """Turn off dispatching for a stream while its loader is made, where the user left it to the Trainer.
+
+    A dispatched one cannot be balanced; on several ranks the user has to decide whether every rank may read the stream.
+    Ranks that hold parts of a sample would each get another sample (``DataLoaderDispatcher`` of accelerate 1.15.0).
+    """
+    holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
+    balances = bool(host.options.balance_windows) and host.world_size == 1
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    if not (is_stream and holder.dispatch_batches is None and (balances or host.context_parallel)):
+        return nullcontext()
+    what = "balance_windows" if balances else "context parallelism"
+    host.warn_once(
+        "dispatching", f"{what}: dispatch_batches, the Trainer's default for a stream, is off in this training"
+    )
+    return overridden(holder, "dispatch_batches", False)
