@@ -361,6 +361,13 @@ def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
+    trainer.use_apex = True
+    with pytest.raises(UnsupportedSetupError, match="apex"):
+        trainer.train()
+
+
 def test_a_release_that_does_not_reduce_the_last_micro_batch_is_refused_on_several_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

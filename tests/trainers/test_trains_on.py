@@ -282,51 +282,18 @@ class OneAtATime(DropsKwargs):
         return super().logits(input_ids)
 
 
-class OneAtATimeByNumber(OneAtATime):
-    forward = UsesTensor.forward
-
-
 class MemoryForOne(OneAtATime):
     """Two samples do not fit, with or without gradient."""
 
     error = RuntimeError("CUDA out of memory.")
 
 
-@pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber, MemoryForOne])
+@pytest.mark.parametrize("model", [OneAtATime, MemoryForOne])
 def test_a_model_for_one_sample_at_a_time_trains(model: type[nn.Module]) -> None:
     finds = {"auto_find_batch_size": model is MemoryForOne}
     case = Case("one-at-a-time", of_texts(model), Ordered, arguments=finds)
     no_further_off(case, SINGLES, full_batch(Case("", of_texts(DropsKwargs), Ordered)))
     stocks_bits(case, (1, 1), steps=3, samples=text(), learning_rate=0.1)
-
-
-class Unlabelled(TokenModel):
-    """Predicts its own input where nobody labelled it; takes no further arguments."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
-        return self.mean(input_ids, input_ids if labels is None else labels)
-
-
-def _some_unlabelled(samples: Sequence[Sample]) -> Batch:
-    """No labels where the first sample has none."""
-    if "labels" not in samples[0]:
-        samples = [{key: value for key, value in sample.items() if key != "labels"} for sample in samples]
-    return collate(samples)
-
-
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["first-window", "second-window", "third-window"])
-@pytest.mark.parametrize("cut", [(2, 1), (2, 2)], ids=["2x1", "2x2"])
-def test_micro_batches_without_labels_train(cut: Cut, place: int) -> None:
-    window = cut[0] * cut[1]
-    samples = [dict(sample) for sample in (text() * 2)[: 3 * window]]
-    for sample in samples[place * window : place * window + 2]:
-        del sample["labels"]
-    case = Case("unlabelled", of_texts(Unlabelled, collate=_some_unlabelled), Ordered)
-    if cut[1] == 1:
-        stocks_bits(case, cut, steps=3, samples=samples, learning_rate=0.1)
-    else:
-        patched = run(case, cut, "apply", steps=3, samples=samples, learning_rate=0.1)
-        assert patched.refused or patched.raised is None
 
 
 # --- gradients inside of a forward, and what else cannot be run without them ------------------------------------------
@@ -386,12 +353,6 @@ def two_backwards(trainer: Any, base: Any, model: Any, inputs: Any, number: Any)
     return outputs["loss"] / 2, outputs
 
 
-def wants_gradient(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, True, number)
-    assert loss.requires_grad, "a frozen model cannot be trained"
-    return loss, outputs
-
-
 def _molecules() -> list[Sample]:
     g = torch.Generator().manual_seed(1)
     return [
@@ -409,7 +370,6 @@ WITH_GRADIENT = [
     Case("each-by-vmap", of_texts(EachByVmap), Ordered),
     Case("penalised", DROPS, owning(penalised)),
     Case("two-backwards", DROPS, owning(two_backwards)),
-    Case("wants-gradient", NUMBER, owning(wants_gradient)),
 ]
 
 
