@@ -148,9 +148,6 @@ def test_nothing_is_left_of_a_window_that_fails() -> None:
     assert left_on(model) == 0 and not gradient._sums
 
 
-# --- 16-bit adapters on a frozen 16-bit model: as exact as any parameter, and nothing is kept for the frozen ones ---
-
-
 # --- float16 parameters under torch's own loss scaler for CPUs, in a loop; accelerate runs float16 on a GPU alone ---
 
 
