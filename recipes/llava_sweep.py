@@ -6,8 +6,6 @@ r"""One global batch, several splits: the LLaVA-1.5 loss table of LLaMA-Factory 
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py --head bert    # a head wrong on 5.23.0
     accelerate launch --num_processes 4 recipes/llava_sweep.py                      # the same on 4 GPUs
     python recipes/llava_sweep.py --splits 16x8,1x128 --modes stock,apply           # one process
-    accelerate launch --num_processes 8 recipes/llava_sweep.py --model llava-hf/llava-1.5-7b-hf \
-        --data conversations.json --images pictures --lora --dtype bfloat16         # your own model and data
 
 A split PxG is P samples per device and G micro-batches per optimizer step. The samples of a step are the same
 for every split, so its loss and gradient should be too: the mean over the target tokens of the whole step.
@@ -30,11 +28,9 @@ first reads the long answers as plain text, without pictures, for WARM_UP_STEPS 
 about as large as the published one: sentences become cheap, one-word answers stay dear. These weights are made
 once, kept as `initial_model` in the output folder, and every cell starts from them.
 
-Without --data the pictures are scikit-learn's digits and the conversations are written from their pixels, in
-LLaVA-Instruct's format; without --model the model is a small LlavaForConditionalGeneration, built here. The
-output folder gets results.jsonl (a line per cell: loss and gradient norm of every step, not rounded),
-environment.json and curves.png. --resume continues an interrupted run. A terminal shows a progress bar; a log
-file gets a line a minute. Bad input: exit code 2.
+The pictures are scikit-learn's digits, and the conversations are written from their pixels; the model is a small
+LlavaForConditionalGeneration, built here. The output folder gets results.jsonl (a line per cell: loss and gradient
+norm of every step, not rounded), environment.json and curves.png. Bad input: exit code 2.
 
 Source: https://github.com/hiyouga/LLaMA-Factory/issues/7443 (the table), pull request 7448 (the hotfix).
 """
@@ -43,7 +39,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -60,8 +55,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:  # answer a wrong option at once: import nothing heavy before the options are read
-    from collections.abc import Callable
-
     import torch
     from datasets import Dataset
 
@@ -122,16 +115,6 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     add("--modes", default=",".join(MODES), help=f"some of {','.join(OFFERED)}; default: the first four")
     add("--splits", help="such as 16x2,1x32; default: the published ones that fit the number of processes")
     add("--head", choices=("llava", "bert"), default="llava", help="bert reads digits as 64 words")
-    add("--model", help="LLaVA checkpoint, a local folder or a hub id; default: a small one built here")
-    add(
-        "--stage",
-        choices=("pretrain", "finetune"),
-        default="finetune",
-        help="train the projector only, or with the language model; the vision tower is frozen in both",
-    )
-    add("--lora", action="store_true", help="finetune with LoRA on the language model's attention")
-    add("--data", type=Path, help="conversations in LLaVA-Instruct or ShareGPT format (JSON)")
-    add("--images", type=Path, help="the folder that the image names in --data start from")
     add(
         "--dtype",
         choices=("float32", "float64", "bfloat16"),
@@ -141,7 +124,6 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, help="constant learning rate of AdamW")
     add("--seed", type=int, default=0, help="of the weights and of the order of the samples")
     add("--output", type=Path, default=Path("results/llava_sweep"), help="folder for the results")
-    add("--resume", action="store_true", help="keep the finished cells of an earlier run with the same options")
     options = parser.parse_args(argv)
     if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
         raise BadInputError(
@@ -157,15 +139,6 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
         if mode not in OFFERED:
             raise BadInputError(f"unknown mode '{mode}': --modes takes some of {','.join(OFFERED)}")
     options.splits = choose_splits(options.splits, options.total_batch, options.world)
-    pretrain = options.stage == "pretrain"
-    if options.head == "bert" and (options.model or options.data or options.lora or pretrain):
-        raise BadInputError("--head bert has its own model and data: without --model, --data, --stage, --lora")
-    if options.lora and pretrain:
-        raise BadInputError("--lora adapts the language model, which --stage pretrain leaves alone: give one")
-    if (options.data is None) != (options.images is None):
-        raise BadInputError("--data and --images are given together")
-    if options.model:
-        check_model(options.model)
     return options
 
 
@@ -212,17 +185,6 @@ def choose_splits(text: str | None, total: int, world: int) -> list[Split]:
     return list(dict.fromkeys(splits))
 
 
-def check_model(name: str) -> None:
-    from transformers import AutoConfig
-
-    try:
-        found = AutoConfig.from_pretrained(name).model_type
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"--model {name} can't be read: {str(error).splitlines()[0]}") from error
-    if found != "llava":
-        raise BadInputError(f"--model {name} is a {found} model: this sweep needs a llava one")
-
-
 def check_output(options: argparse.Namespace) -> None:
     """Refuse a folder that can't be written, and one with results of another run."""
     try:
@@ -232,114 +194,28 @@ def check_output(options: argparse.Namespace) -> None:
         probe.unlink()
     except OSError as error:
         raise BadInputError(f"the output folder {options.output} can't be written: {error.strerror}") from error
-    if not (options.output / "results.jsonl").exists():
-        return
-    if not options.resume:
-        raise BadInputError(f"{options.output} holds results: go on with --resume, or give another --output")
-    earlier = json.loads((options.output / "environment.json").read_text())["identity"]
-    for name, value in identity(options).items():
-        if earlier.get(name) != value:
-            raise BadInputError(
-                f"{options.output} was made with {name} {earlier.get(name)}, this run has {value}: "
-                "give another --output"
-            )
-
-
-def identity(options: argparse.Namespace) -> dict[str, str]:
-    """The settings that all cells of one table share."""
-    versions = {name: importlib.metadata.version(name) for name in ("transformers", "accelerate", "torch")}
-    free = ("modes", "splits", "output", "resume")
-    return versions | {name: str(value) for name, value in vars(options).items() if name not in free}
+    if (options.output / "results.jsonl").exists():
+        raise BadInputError(f"{options.output} holds results: give another --output")
 
 
 # ---- 2. The conversations ---------------------------------------------------------------------------------
 
 
-def read_conversations(path: Path, folder: Path) -> list[dict[str, Any]]:
-    """Reads LLaVA-Instruct or ShareGPT records.
-
-    Returns:
-        A dict per record: `images`, paths; `turns`, [prompt, answer] pairs with as many <image> as images.
-
-    Raises:
-        BadInputError: a record can't be used; the message has its index and what is wrong.
-    """
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(records, list) or not records:
-        raise BadInputError(f"{path} holds no list of records")
-    conversations = []
-    for index, record in enumerate(records):
-        try:
-            if not isinstance(record, dict):
-                raise BadInputError(f"is {type(record).__name__}, not an object")
-            images, turns = read_images(record, folder), read_turns(record)
-            markers = sum(prompt.count("<image>") for prompt, _ in turns)
-            if markers != len(images):
-                raise BadInputError(f"has {markers} <image> in its prompts and {len(images)} images")
-        except BadInputError as error:
-            raise BadInputError(f"{path}: record {index} {error}") from error
-        conversations.append({"images": images, "turns": turns})
-    return conversations
-
-
-def read_images(record: dict[str, Any], folder: Path) -> list[str]:
-    names = record.get("images", record.get("image"))
-    names = [names] if isinstance(names, str) else names
-    # a whole micro-batch without a picture gives the projector no gradient, and DDP waits for it
-    if not isinstance(names, list) or not names:
-        raise BadInputError("has no 'image' or 'images': this sweep needs a picture in every record")
-    for name in names:
-        if not isinstance(name, str) or not (folder / name).is_file():
-            raise BadInputError(f"has image {name!r}, which is no file in {folder}")
-    return [str(folder / name) for name in names]
-
-
-def read_turns(record: dict[str, Any]) -> list[list[str]]:
-    messages = record.get("conversations", record.get("messages"))
-    if not isinstance(messages, list):
-        raise BadInputError("has no list 'conversations' or 'messages'")
-    turns: list[list[str]] = []
-    system, expected = "", ("human", "user")
-    for place, message in enumerate(messages):
-        fields = message if isinstance(message, dict) else {}
-        role, text = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
-        if not isinstance(text, str) or not text.strip():
-            raise BadInputError(f"has no text in message {place}")
-        if role == "system" and place == 0:
-            system = text.strip() + " "
-        elif role not in expected:
-            raise BadInputError(f"has message {place} from {role!r}, where {' or '.join(expected)} has its turn")
-        elif role in ("human", "user"):
-            turns.append([system + text.strip()])
-            system, expected = "", ("gpt", "assistant")
-        elif "<image>" in text:
-            raise BadInputError(f"has <image> in the answer, message {place}")
-        else:
-            turns[-1].append(text.strip())
-            expected = ("human", "user")
-    if not turns or len(turns[-1]) != 2:
-        raise BadInputError("does not end with an answer")
-    return turns
-
-
-def write_digits(folder: Path) -> None:
-    """Writes scikit-learn's 1797 digits as pictures, and a conversation about each in LLaVA-Instruct's format."""
+def write_digits(folder: Path) -> list[dict[str, Any]]:
+    """Writes scikit-learn's 1797 digits as pictures: of each its path, and a question and its answer."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
     folder.mkdir(exist_ok=True)
-    digits, choose, records = load_digits(), random.Random(7443), []
+    digits, choose, conversations = load_digits(), random.Random(7443), []
     for index, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        name = f"{index:04}.png"
-        picture = Image.fromarray((pixels * 255 / 16).astype("uint8"))
-        picture.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR).save(folder / name)
+        path = folder / f"{index:04}.png"
+        if not path.exists():  # the first rank's are read by all
+            picture = Image.fromarray((pixels * 255 / 16).astype("uint8"))
+            picture.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR).save(path)
         question, answer = converse(pixels, int(label), choose)
-        messages = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
-        records.append({"id": f"digit-{index:04}", "image": name, "conversations": messages})
-    (folder / "conversations.json").write_text(json.dumps(records, indent=1))
+        conversations.append({"images": [str(path)], "turns": [[f"<image>\n{question}", answer]]})
+    return conversations
 
 
 def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
@@ -477,7 +353,7 @@ def build_llava(conversations: list[dict[str, Any]], folder: Path, seed: int) ->
 
 
 def initial_model(options: argparse.Namespace, checkpoint: str) -> torch.nn.Module:
-    """The weights that every cell starts from, with the parameters of the stage set to train."""
+    """The weights that every cell starts from, without the tower's."""
     import torch
     import transformers as hf
 
@@ -498,17 +374,9 @@ def initial_model(options: argparse.Namespace, checkpoint: str) -> torch.nn.Modu
             )
         ).to(dtype)
     model = hf.LlavaForConditionalGeneration.from_pretrained(checkpoint).to(dtype)
-    if options.lora:
-        from peft import LoraConfig, get_peft_model
-
-        # by path: the tower's attention has the same names
-        attention = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
-        adapters = LoraConfig(target_modules=attention, modules_to_save=["multi_modal_projector"])
-        return get_peft_model(model, adapters)
     for name, parameter in model.named_parameters():
         # the tower is frozen as in LLaVA-1.5; its last layer is never read and would keep DDP waiting besides
-        in_stage = options.stage == "finetune" and "vision_tower" not in name
-        parameter.requires_grad_(in_stage or "multi_modal_projector" in name)
+        parameter.requires_grad_("vision_tower" not in name)
     return model
 
 
@@ -644,11 +512,10 @@ class Recorder:
     over the window and averaged over the ranks.
     """
 
-    def __init__(self, *args: Any, on_step: Callable[[], None], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.window: list[torch.Tensor] = []
-        self.on_step = on_step
         super().__init__(*args, **kwargs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -667,7 +534,6 @@ class Recorder:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "grad_norm" in logs:
             self.grad_norms.append(float(logs["grad_norm"]))
-            self.on_step()
         super().log(logs, *args, **kwargs)
 
 
@@ -678,7 +544,6 @@ def run_cell(
     checkpoint: str,
     dataset: Dataset,
     collate: Collator,
-    on_step: Callable[[], None],
 ) -> dict[str, Any]:
     """Trains one cell from the initial weights and returns its line of results.jsonl."""
     import transformers as hf
@@ -721,7 +586,6 @@ def run_cell(
             args=arguments,
             train_dataset=dataset,
             data_collator=collate,
-            on_step=on_step,
         )
         trainer.remove_callback(hf.PrinterCallback)
         if mode == "hotfix":
@@ -819,7 +683,7 @@ def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options:
 
 def describe(options: argparse.Namespace) -> str:
     """The model, the release and the global batch of a run."""
-    model = options.model or f"{'BERT' if options.head == 'bert' else 'LLaVA'}, built small"
+    model = f"{'BERT' if options.head == 'bert' else 'LLaVA'}, built small"
     processes = f"{options.world} process{'es' * (options.world > 1)}"
     release = importlib.metadata.version("transformers")
     return f"{model}; transformers {release}; global batch {options.total_batch}, {processes}"
@@ -907,37 +771,11 @@ def draw_curves(
     pyplot.close(figure)
 
 
-class LineAMinute:
-    """Progress for a log file, where a terminal gets a bar: at most one line a minute."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-        self.started = self.reported = time.monotonic()
-
-    def step(self, cell: str) -> None:
-        self.done += 1
-        now = time.monotonic()
-        if now - self.reported >= 60:
-            self.reported, spent = now, now - self.started
-            left = spent / self.done * (self.total - self.done)
-            print(
-                f"{self.done} of {self.total} steps in {minutes(spent)}, about {minutes(left)} to go; now {cell}",
-                flush=True,
-            )
-
-
 def announce(options: argparse.Namespace) -> None:
     """Print what will run and where the results go, before the first import that takes seconds."""
     counts = {"mode": len(options.modes), "split": len(options.splits), "step": options.steps}
     asked = " x ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
-    results = options.output / "results.jsonl"
-    there = len(results.read_text().splitlines()) if results.exists() else 0
-    resumed = f", {there} of {len(options.modes) * len(options.splits)} cells are there" * bool(there)
-    print(f"{describe(options)}: {asked}{resumed}, into {options.output}", flush=True)
-
-
-def minutes(seconds: float) -> str:
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    print(f"{describe(options)}: {asked}, into {options.output}", flush=True)
 
 
 def environment(options: argparse.Namespace, reference: dict[str, float]) -> dict[str, Any]:
@@ -948,7 +786,6 @@ def environment(options: argparse.Namespace, reference: dict[str, float]) -> dic
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "identity": identity(options),
         "reference": reference,
         "versions": versions,
         "python": platform.python_version(),
@@ -960,73 +797,42 @@ def environment(options: argparse.Namespace, reference: dict[str, float]) -> dic
     }
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that an interrupted run leaves the old one or the new one, never half of it."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        kept = f"{error.strerror}; rank 0 ends, and what {path.name} held before is kept: go on with --resume"
-        raise OSError(error.errno, kept, str(path)) from error
-
-
 # ---- 7. The run -------------------------------------------------------------------------------------------
 
 
-def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | None) -> None:
-    """Runs every cell that is not finished, then shows and draws all of them."""
+def sweep(options: argparse.Namespace) -> None:
+    """Runs every cell, then shows and draws all of them."""
     import datasets
     import torch
     import transformers
     from accelerate import PartialState
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     state = PartialState(cpu=on_cpu())
-    first = state.is_main_process
-    results = options.output / "results.jsonl"
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-    checkpoint = options.model or str(options.output / "initial_model")
+    first, rows = state.is_main_process, []
+    checkpoint = str(options.output / "initial_model")
     if options.head == "bert":
         dataset, collate = bert_samples(options)
     else:
-        digits = options.output / "digits"
-        if first and not rows:  # make again what an interrupted run left unfinished
-            if conversations is None:
-                write_digits(digits)
-            if options.model is None:
-                texts = conversations or read_conversations(digits / "conversations.json", digits)
-                build_llava(texts, Path(checkpoint), options.seed)
-        state.wait_for_everyone()
-        conversations = conversations or read_conversations(digits / "conversations.json", digits)
+        with state.main_process_first():
+            conversations = write_digits(options.output / "digits")
+            if first:
+                build_llava(conversations, Path(checkpoint), options.seed)
         dataset, collate = llava_samples(conversations, options, checkpoint)
 
-    model = initial_model(options, checkpoint).to(state.device)
-    model = model if options.model else model.double()
+    model = initial_model(options, checkpoint).to(state.device).double()
     reference = full_batch(model, [dataset[place] for place in range(options.total_batch)], collate)
     del model
     if first:
-        text = json.dumps(environment(options, reference), indent=1)
-        replace_file(options.output / "environment.json", text)
-
-    finished = {(row["mode"], Split(row["per_device"], row["accumulation"])) for row in rows}
-    cells = [cell for cell in itertools.product(options.modes, options.splits) if cell not in finished]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    terminal, log = sys.stdout.isatty(), LineAMinute(len(cells) * options.steps)
-    with Progress(*columns, disable=not (first and terminal), transient=True) as progress:
-        bar = progress.add_task("steps", total=len(cells) * options.steps)
-        for mode, split in cells:
-            progress.update(bar, description=f"{mode} {split}")
-            advance, report = functools.partial(progress.advance, bar), functools.partial(log.step, f"{mode} {split}")
-            on_step = report if first and not terminal else advance
-            rows.append(run_cell(mode, split, options, checkpoint, dataset, collate, on_step))
-            if first:
-                replace_file(results, "".join(json.dumps(row) + "\n" for row in rows))
+        (options.output / "environment.json").write_text(json.dumps(environment(options, reference), indent=1))
+    for mode, split in itertools.product(options.modes, options.splits):
+        rows.append(run_cell(mode, split, options, checkpoint, dataset, collate))
+        if first:
+            print(f"{mode} {split}: {rows[-1]['seconds']} s", flush=True)
+            with (options.output / "results.jsonl").open("a") as lines:
+                lines.write(json.dumps(rows[-1]) + "\n")
 
     if first:
         rows.sort(key=lambda row: (OFFERED.index(row["mode"]), -row["per_device"]))
@@ -1044,7 +850,6 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
 def main(argv: list[str] | None = None) -> int:
     try:
         options = read_options(argv)
-        conversations = read_conversations(options.data, options.images) if options.data else None
         check_output(options)  # last, because it makes the folder, and a refused run leaves none
     except BadInputError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -1053,15 +858,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.world > int(os.environ.get("WORLD_SIZE", "1")):
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
         os.execv(sys.executable, [sys.executable, *ranks, __file__, *(sys.argv[1:] if argv is None else argv)])
-    if options.model is None:
-        # the small models gain nothing from threads, which wait for one another where other programs run
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # the small models gain nothing from threads, which wait for one another where other programs run
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.world == 1:
         # with two visible GPUs the Trainer would use DataParallel
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if os.environ.get("RANK", "0") == "0":
         announce(options)
-    sweep(options, conversations)
+    sweep(options)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import threading
@@ -16,7 +15,7 @@ import wrapt
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 
 import hf_accum_fix
-from hf_accum_fix import ForeignPatchError, Options, OptionsError, observations, overrides
+from hf_accum_fix import ForeignPatchError, Options, OptionsError, overrides
 from hf_accum_fix.upstream.plan import Action
 from hf_accum_fix.upstream.seams import seams_of
 from tests.cli.processes import python
@@ -59,10 +58,6 @@ def blank(kind: type[Trainer] = Trainer) -> Trainer:
     return kind.__new__(kind)
 
 
-def test_the_overrides_are_those_of_the_seams() -> None:
-    assert list(overrides.OVERRIDES) == NAMES
-
-
 def test_apply_reaches_every_subclass_and_revert_gives_the_identical_functions_back(
     calls: list[tuple[str, Any, Options]],
 ) -> None:
@@ -101,14 +96,6 @@ def test_a_with_block_restores_also_after_an_exception() -> None:
     assert is_original()
 
 
-def test_nested_blocks_restore_with_the_outermost() -> None:
-    with hf_accum_fix.apply() as outer:
-        with hf_accum_fix.apply() as inner:
-            assert inner is outer
-        assert outer.active
-    assert is_original()
-
-
 def test_a_block_inside_an_application_leaves_it_on() -> None:
     handle = hf_accum_fix.apply()
     with hf_accum_fix.apply():
@@ -116,30 +103,6 @@ def test_a_block_inside_an_application_leaves_it_on() -> None:
     assert handle.active
     handle.revert()
     assert is_original()
-
-
-def test_a_block_whose_patch_was_reverted_leaves_a_later_one_alone() -> None:
-    with hf_accum_fix.apply():
-        hf_accum_fix.revert()
-        later = hf_accum_fix.apply()
-    assert later.active
-
-
-def test_revert_without_a_patch_has_no_effect() -> None:
-    hf_accum_fix.revert()
-    assert is_original()
-
-
-def test_a_bound_method_taken_before_revert_is_the_original_afterwards(
-    calls: list[tuple[str, Any, Options]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle = hf_accum_fix.apply()
-    train = blank().train
-    assert train() == "our train"
-    handle.revert()
-    with pytest.raises(AttributeError):  # the original, on a trainer that was never set up
-        train()
-    assert len(calls) == 1
 
 
 def test_many_threads_get_one_handle_and_leave_nothing() -> None:
@@ -166,7 +129,7 @@ def test_many_threads_get_one_handle_and_leave_nothing() -> None:
     assert is_original()
 
 
-@pytest.mark.parametrize("value", ["0", "off", "False", "no"])
+@pytest.mark.parametrize("value", ["0", "False"])
 def test_the_environment_switches_it_off(
     value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,13 +146,6 @@ def test_the_environment_switch_must_mean_something(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_ACCUM_FIX", "maybe")
     with pytest.raises(OptionsError, match="'maybe'"):
         hf_accum_fix.apply()
-
-
-@pytest.mark.parametrize("names", ["some.body", ["some.body"], ("body",), (3,)])
-def test_allow_foreign_must_be_a_tuple_of_names(names: Any) -> None:
-    with pytest.raises(OptionsError, match="allow_foreign"):
-        hf_accum_fix.apply(allow_foreign=names)
-    assert is_original()
 
 
 def traced(original: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:
@@ -264,52 +220,6 @@ def test_a_replacement_is_refused_by_name_unless_it_is_allowed(
         assert vars(Trainer)["compute_loss"] is replacement
 
 
-def test_dropped_by_a_later_replacement_is_seen_and_revert_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = hf_accum_fix.apply()
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "compute_loss", replacement)
-        assert handle.missing() == ("compute_loss",)
-        assert "dropped by a later patch: compute_loss" in str(hf_accum_fix.report())
-        with pytest.raises(ForeignPatchError, match="nothing was changed"):
-            handle.revert()
-        assert handle.active and vars(Trainer)["train"] is not ORIGINALS["train"]
-    assert handle.missing() == ()
-
-
-def test_one_line_lists_what_was_patched(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hf_accum_fix"), hf_accum_fix.apply() as handle:
-        hf_accum_fix.apply()
-    [line] = [record.getMessage() for record in caplog.records]
-    for defect in handle.plan.fixed:
-        assert (defect.name in line) == bool(defect.gradient)
-    assert f"{len(handle.plan.fixed)} defects" in line and "compute_loss" in line
-
-
-def test_the_report_is_a_table_and_data() -> None:
-    observations.record({"head": "ToyForCausalLM", "reduction": "mean"})
-    before = hf_accum_fix.report()
-    with hf_accum_fix.apply():
-        during = hf_accum_fix.report()
-    assert (before.state, during.state) == ("not applied", "applied")
-    assert before.to_dict()["seams"][0]["state"].startswith("original")
-    data = json.loads(json.dumps(during.to_dict()))
-    assert {seam["state"].split(",")[0] for seam in data["seams"]} == {"wrapped"}
-    assert [row["name"] for row in data["defects"]] == [one.defect.name for one in during.plan.decisions]
-    assert data["runs"] == [{"head": "ToyForCausalLM", "reduction": "mean"}]
-    details = " ".join(during.details().split())
-    for row in data["defects"]:
-        assert all(words in details for words in (row["name"], row["reason"], row["source"][0]))
-    assert "ToyForCausalLM" in str(during)
-
-
-def test_recorded_runs_are_copies() -> None:
-    run = {"step": 1}
-    observations.record(run)
-    run["step"] = 2
-    observations.recorded()[0]["step"] = 3
-    assert observations.recorded() == ({"step": 1},)
-
-
 @pytest.fixture
 def toy(tmp_path: Path) -> Callable[[str], str]:
     """Runs a script in a fresh interpreter whose transformers is a toy that takes a while to import."""
@@ -357,28 +267,6 @@ print(found + [type(vars(Trainer)["compute_loss"]).__name__])
     assert fresh(script) == str([True, "pending", "", *applied])
 
 
-def test_a_deferred_application_works_like_any_other(toy: Callable[[str], str]) -> None:
-    script = """
-with hf_accum_fix.apply() as handle:
-    from transformers.trainer import Trainer
-    print(handle.active, Trainer().train(None), end=" ")
-print(handle.active, Trainer().train(None))
-"""
-    assert toy(script) == "True ours False original"
-
-
-def test_a_pending_handle_that_is_reverted_does_nothing_at_the_import(toy: Callable[[str], str]) -> None:
-    script = """
-handle = hf_accum_fix.apply()
-handle.revert()
-with hf_accum_fix.apply() as second:
-    assert second.pending and second is not handle
-from transformers.trainer import Trainer
-print(handle.active, second.active, Trainer().train(None), hf_accum_fix.active_handle())
-"""
-    assert toy(script) == "False False original None"
-
-
 def test_what_is_wrong_at_the_deferred_import_comes_out_of_that_import(toy: Callable[[str], str]) -> None:
     script = """
 from dataclasses import replace
@@ -409,22 +297,6 @@ print(handle.active, Trainer().train(None))
     assert toy(script) == "True ours"
 
 
-def test_threads_that_apply_and_import_all_find_it_applied(toy: Callable[[str], str]) -> None:
-    script = """
-import threading
-found = []
-def work():
-    hf_accum_fix.apply()
-    from transformers.trainer import Trainer
-    found.append(Trainer().train(None))
-threads = [threading.Thread(target=work) for _ in range(8)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(len(found), set(found))
-"""
-    assert toy(script) == "8 {'ours'}"
-
-
 def test_applying_in_the_midst_of_the_import_is_refused(toy: Callable[[str], str]) -> None:
     script = """
 import time
@@ -436,18 +308,6 @@ try:
     import transformers.trainer
 except hf_accum_fix.SeamError as error:
     print("not while it is imported" in str(error), hf_accum_fix.active_handle())
-"""
-    assert toy(script) == "True None"
-
-
-def test_an_unsupported_version_is_refused_at_once(toy: Callable[[str], str]) -> None:
-    script = """
-from importlib import metadata
-metadata.version = lambda name: "4.40.2"
-try:
-    hf_accum_fix.apply()
-except hf_accum_fix.UnsupportedVersionError as error:
-    print("4.40.2" in str(error), hf_accum_fix.active_handle())
 """
     assert toy(script) == "True None"
 
@@ -497,10 +357,7 @@ def test_apply_in_mid_training_is_refused(tmp_path: Path, caplog: pytest.LogCapt
         assert handle.active
 
 
-EVENTS = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_step_end")
-
-
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", ("on_train_begin", "on_substep_end", "on_step_end"))
 def test_revert_in_mid_training_is_warned_of(event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The training runs on, from wherever it is."""
     handle = hf_accum_fix.apply()
@@ -510,10 +367,6 @@ def test_revert_in_mid_training_is_warned_of(event: str, tmp_path: Path, caplog:
     assert trainer.state.global_step == 2
     assert [each for each in caplog.messages if "the stock Trainer runs the rest" in each]
     assert is_original() and not any(run["exact"] for run in hf_accum_fix.report().runs[-1:])
-
-
-def test_without_a_stderr(toy: Callable[[str], str]) -> None:
-    assert toy("sys.stderr = None; import transformers.trainer; print(hf_accum_fix.apply().active)") == "True"
 
 
 FORKS = """

@@ -14,7 +14,7 @@ from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Red
 from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.look import Setting
 from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.core.contracts import remark, settle
+from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.loop_host import LoopHost
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window, open_window
@@ -68,15 +68,6 @@ def test_a_loss_that_may_change_is_observed_again_where_all_ranks_hear_of_it(
     assert host.state.loss.reconsiders is again
 
 
-def test_a_window_that_shows_nothing_leaves_an_open_contract() -> None:
-    """As the one does by which ranks learn that all of their epochs have ended."""
-    host = Told()
-    first = settled_in(host, [BATCH, BATCH], ZERO)
-    assert not first.conclusive and not host.state.exact
-    assert settled_in(host, [], None) == first
-    assert host.state.loss.attempts == 1
-
-
 @pytest.mark.parametrize(
     ("shown", "attempts", "is_settled"),
     [
@@ -98,18 +89,6 @@ def test_windows_are_observed_until_one_shows_the_loss(
     assert found.conclusive == shown[-1].conclusive and host.state.exact == (found.conclusive and ZERO not in shown)
     assert host.state.inexact == shown.count(ZERO)
     assert (host.state.loss.attempts, host.state.loss.is_settled) == (attempts, is_settled)
-
-
-def test_what_is_settled_is_observed_no_more() -> None:
-    host = Told()
-    assert settled_in(host, [BATCH, BATCH], MEAN) == MEAN
-    assert settled_in(host, [BATCH, BATCH], LossContract(Reduction.SUM)) == MEAN
-    assert host.state.loss.attempts == 1
-
-
-def test_a_loss_that_no_window_has_shown_is_said_once() -> None:
-    found = f"after {ATTEMPTS} windows it is not sure that the loss {ZERO}: the loss of samples with targets is zero."
-    assert remark(ZERO, ATTEMPTS) == f"{found} It is reported as not exact."
 
 
 @pytest.mark.parametrize("trouble", [ContractError("no loss"), torch.cuda.OutOfMemoryError("out of memory")], ids=repr)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 
 import pytest
 
 import hf_accum_fix
 from hf_accum_fix import monitor
-from tests.cli.processes import ROOT, environment, python, start
+from tests.cli.processes import python
 
 LIMIT = 0.1  # seconds of this process alone: 0.045 on an idle machine, 0.07 beside another worker; torch takes over 1
 
@@ -44,17 +43,3 @@ def test_every_public_name_is_there(package: ModuleType) -> None:
     for name in package.__all__:
         assert getattr(package, name).__module__.startswith(package.__name__), name
     assert set(package.__all__) <= set(dir(package))
-
-
-@pytest.mark.parametrize("package", [hf_accum_fix, monitor], ids=lambda package: package.__name__)
-def test_an_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
-    with pytest.raises(AttributeError, match="no attribute 'GlobalBatch'"):
-        _ = package.GlobalBatch
-
-
-@pytest.mark.parametrize(("own", "threads"), [(None, 1), ("2", 2)])
-def test_tests_take_one_thread_unless_told_otherwise(own: str | None, threads: int) -> None:
-    variables = {name: value for name, value in environment(ROOT).items() if name != "OMP_NUM_THREADS"}
-    variables |= {} if own is None else {"OMP_NUM_THREADS": own}
-    told = start([sys.executable, "-c", "import tests.conftest, torch; print(torch.get_num_threads())"], variables)
-    assert told.stdout.split() == [str(threads)], told.stderr

@@ -40,17 +40,6 @@ def test_what_takes_longer_than_two_seconds_is_told(terminal: bool) -> None:
     assert max(map(len, told.replace("\r", "\n").splitlines())) < 80
 
 
-def test_progress_nobody_listens_to_ends_nothing() -> None:
-    class Closed(Screen):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    progress = Progress(Closed(terminal=True), iter([0.0, 5.0, 6.0]).__next__)
-    progress.say("reading")
-    progress.say("reading")
-    progress.end()
-
-
 def test_one_thing_that_takes_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is said meanwhile: a forward of a large model, say."""
     screen, started = Screen(terminal=False), time.monotonic()
@@ -63,12 +52,3 @@ def test_one_thing_that_takes_long_says_how_long(monkeypatch: pytest.MonkeyPatch
     lines = screen.getvalue().splitlines()
     assert 3 <= len(lines) <= 5 and all(line.startswith("split 3 of 8 (") for line in lines), lines
     assert int(lines[-1].split("(")[1].split()[0]) >= 20
-
-
-def test_where_nobody_listens_nothing_is_said() -> None:
-    screen = Screen(terminal=True)
-    progress = Progress(screen, iter([0.0, 5.0, 50.0]).__next__, listened=False)
-    progress.say("reading")
-    progress.say("reading")
-    progress.end()
-    assert not screen.getvalue()

@@ -59,11 +59,16 @@ def accepted(
     )
 
 
+def _rows(value: Any) -> Tensor:
+    tensor = torch.as_tensor(value)
+    return tensor if tensor.ndim else tensor[None]
+
+
 def varying(batches: Sequence[Any], but: Container[str] = ()) -> set[str]:
     """The inputs that are not one value in all samples: where a loss reads one, only these have shown it."""
     numbers = {name: each for name, each in batches[0].items() if isinstance(each, (Tensor, float)) and name not in but}
-    first = {name: torch.atleast_1d(torch.as_tensor(each))[:1] for name, each in numbers.items()}
-    rows = [(name, torch.atleast_1d(torch.as_tensor(each[name]))) for each in batches for name in first]
+    first = {name: _rows(each)[:1] for name, each in numbers.items()}
+    rows = [(name, _rows(each[name])) for each in batches for name in first]
     return {name for name, its in rows if its.shape[1:] != first[name].shape[1:] or bool((its != first[name]).any())}
 
 

@@ -33,39 +33,19 @@ from tests.ranks import on_ranks, selected
 CASES = (
     "fsdp1-launched llama",
     "fsdp1-launched bert",
-    "fsdp1-launched no-kwargs",
-    "fsdp1-launched-offloaded llama",
     "fsdp1-bf16 llama",
     "fsdp2-launched llama",
     "fsdp2-launched bert",
-    "fsdp2-launched-offloaded llama",
-    "fsdp2-bf16 llama",
     "deepspeed-zero-0 llama",
-    "deepspeed-zero-1 llama",
-    "deepspeed-zero-1 bert",
     "deepspeed-zero-2 llama",
-    "deepspeed-zero-2 bert",
-    "deepspeed-zero-2 no-kwargs",
     "deepspeed-zero-3 llama",
     "deepspeed-zero-3 bert",
     "deepspeed-zero-3-bf16 llama",
 )
 
 
-#: Those that show nothing new of the others.
-THOROUGH = {
-    *(
-        "fsdp1-launched no-kwargs",
-        "fsdp1-launched-offloaded llama",
-        "fsdp2-launched-offloaded llama",
-        "fsdp2-bf16 llama",
-    ),
-    *("deepspeed-zero-1 llama", "deepspeed-zero-1 bert", "deepspeed-zero-2 no-kwargs", "deepspeed-zero-2 bert"),
-}
-
-
 def marked(case: str) -> Any:
-    return pytest.param(case, marks=pytest.mark.thorough if case in THOROUGH else BACKENDS[case.split()[0]].mark)
+    return pytest.param(case, marks=BACKENDS[case.split()[0]].mark)
 
 
 def uneven(backend: Backend) -> list[str]:

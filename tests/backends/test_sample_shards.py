@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.look import LossRun, Setting
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.engines.sample_shards import complete_shard, is_cut, measured_divisor, skip_shards
+from hf_accum_fix.engines.sample_shards import complete_shard, skip_shards
 
 
 def test_a_part_gets_the_labels_that_its_loss_asks_for() -> None:
     batch = {"shift_labels": torch.arange(32).view(2, 16)[:, :8]}
     complete_shard(batch)
     assert batch["labels"] is batch["shift_labels"] and batch["labels"].view(-1)[8] == 16
-
-
-def test_labels_that_are_there_stay() -> None:
-    labels = torch.zeros(1, 4, dtype=torch.long)
-    batch = {"labels": labels, "shift_labels": labels + 1}
-    complete_shard(batch)
-    assert batch["labels"] is labels
-    for other in ({"labels": labels}, [labels], None):
-        complete_shard(other)
-    assert other is None
 
 
 class Adapter:
@@ -54,13 +42,6 @@ def test_a_loader_of_cut_samples_skips_micro_batches_and_begins_the_next_epoch_a
     loader = Adapter([0, 1, 2])
     rest = skip_shards(lambda inside, count: inside[count:], loader, 3)
     assert list(rest) == ["1.1", "2.0", "2.1"] and list(loader)[:2] == ["0.0", "0.1"]
-
-
-def test_an_engine_whose_ranks_share_no_sample_divides_by_all_of_them() -> None:
-    plain = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, parallelism_config=None)
-    cut = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, parallelism_config=SimpleNamespace(sp_size=2))
-    assert not is_cut(None) and not is_cut(plain) and is_cut(cut)  # type: ignore[arg-type]
-    assert measured_divisor(plain, 6) == 6.0  # type: ignore[arg-type]
 
 
 def test_a_loss_of_parts_is_observed_in_the_first_micro_batch_as_it_was_fetched() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,7 +26,6 @@ from hf_accum_fix import observations
 from tests.backends import sequence_parallel as cut
 from tests.backends.rows import DEEPSPEED, LAUNCHED_DEEPSPEED, Backend, zero
 from tests.backends.trajectory import furthest, gathered, variables, without_compiling
-from tests.cli.processes import ROOT, RUN, environment, start
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
 from tests.ranks import on_ranks
 
@@ -76,23 +74,6 @@ def test_what_trains_long_samples(stage: int, what: str) -> None:
     # The change of adapters is small beside what float32 keeps of them.
     assert ours.error <= 8e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
     assert stock.error > 0.3
-
-
-def hooked(model: nn.Module) -> nn.Module:
-    next(model.parameters()).register_hook(torch.clone)  # type: ignore[no-untyped-call]
-    return model
-
-
-def smoothed_with_a_hook() -> cut.Cut:
-    return cut.under_ulysses(2, 2, (2, 2), "apply", adapt=hooked, **ASKED["smoothed labels"])
-
-
-@pytest.mark.deepspeed
-@pytest.mark.thorough
-def test_smoothed_labels_under_a_gradient_hook_are_not_called_exact() -> None:
-    """A hook runs in every micro-batch; this one is linear, others are not."""
-    ours = on_ranks(smoothed_with_a_hook)[0]
-    assert ours.error <= 4e-6 and not ours.report["exact"] and "hooks" in ours.report["reason"], ours
 
 
 _whole = cut.samples
@@ -175,8 +156,6 @@ def leg(stage: int, layout: tuple[int, int, int], folder: Path, resumes: bool) -
     ("stage", "before", "after"),
     [
         (2, ALONE, SHARED),
-        pytest.param(2, SHARED, SHARED, marks=pytest.mark.thorough),
-        pytest.param(2, SHARED, ALONE, marks=pytest.mark.thorough),
         pytest.param(3, SHARED, ALONE, marks=pytest.mark.thorough),
         pytest.param(3, SHARED, SHARED, marks=pytest.mark.thorough),
     ],
@@ -190,32 +169,7 @@ def test_a_checkpoint_is_resumed_with_as_many_ranks_to_a_sample_or_others(
         assert error <= 4e-6 and loss <= 1e-6 and exact, (layout, error, loss)
 
 
-@pytest.mark.deepspeed
-@pytest.mark.timeout(300)
-def test_an_unedited_script_that_accelerate_launches_under_the_command(tmp_path: Path) -> None:
-    """``accelerate launch`` has flags for it, which it takes with FSDP2 alone; these are what they would set."""
-    sizes = {"SIZE": "2", "BACKEND": "deepspeed", "SEQ_LENGTH_IS_VARIABLE": "true", "ATTN_IMPLEMENTATION": "sdpa"}
-    given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "DS_ACCELERATOR": "cpu"}
-    given |= {f"PARALLELISM_CONFIG_SP_{name}": value for name, value in sizes.items()}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2"]
-    launch += ["--num_processes", "2", "--main_process_port", "0"]
-    window = cut.of_window(cut.samples(cut.RAGGED, 48), 2, (2, 4), 0, each_loads=True)
-    change, losses, _ = cut.plain_sgd(cut.llama(), [window], cut.UNCLIPPED)
-    errors = []
-    for before in (RUN, []):
-        out = tmp_path / f"{len(errors)}"
-        out.mkdir()
-        script = Path(__file__).with_name("ulysses_script.py")
-        done = start([*before, *launch, script, out], {**environment(ROOT), **given})
-        assert done.returncode == 0, done.stderr[-3000:]
-        moved, logged = torch.load(out / "moved.pt")
-        found = {name: each.double() for name, each in moved.items()}
-        errors.append((relative(found, change), abs(logged["loss"] / losses[0] - 1)))
-    ours, stock = errors
-    assert max(ours) <= 4e-6 and stock[0] > 0.9, errors
-
-
-# --- a mixture of experts: its router's loss is the mean over the parts of samples ------------------------------------
+# --- a mixture of experts, which is trained by context parallelism --------------------------------------------------
 
 EXPERTS, CHOSEN, WEIGHT, ROWS = 4, 2, 0.5, 2
 
@@ -231,55 +185,25 @@ def mixtral(_: nn.Module) -> nn.Module:
 
 
 def sgd_with_router(
-    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], _: float, whole: bool = False
+    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], _: float
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """The mean over all targets, and that of the router's losses of each half of each micro-batch, in float64.
-
-    ``whole``: and the router's loss of the global batch.
-    """
+    """The mean over all targets, and the router's loss of the global batch, in float64."""
     exact = copy.deepcopy(model).double()
     start, losses = trainable(exact), []
     for rows in windows:
         exact.zero_grad()
-        total, targets, router, every = torch.zeros(()), 0, [], []
+        total, targets, every = torch.zeros(()), 0, []
         for at in range(0, len(rows), ROWS):
             batch = cut.stacked(rows[at : at + ROWS])
             out = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-            labels, (count, length) = batch["labels"][:, 1:].flatten(), batch["input_ids"].shape
-            logits = out.logits[:, :-1].flatten(0, 1)
+            labels, logits = batch["labels"][:, 1:].flatten(), out.logits[:, :-1].flatten(0, 1)
             total, targets = total + cross_entropy(logits, labels, reduction="sum"), targets + int((labels >= 0).sum())
             every.append(out.router_logits)
-            of_layers = [each.view(count, length, EXPERTS) for each in out.router_logits]
-            for half in (slice(0, length // 2), slice(length // 2, length)):
-                own = tuple(each[:, half].reshape(-1, EXPERTS) for each in of_layers)
-                router.append(load_balancing_loss_func(own, EXPERTS, CHOSEN))
-        if whole:
-            router = [load_balancing_loss_func(tuple(map(torch.cat, zip(*every, strict=True))), EXPERTS, CHOSEN)]
-        loss = total / targets + WEIGHT * torch.stack(router).mean()
+        routing = tuple(map(torch.cat, zip(*every, strict=True)))
+        loss = total / targets + WEIGHT * load_balancing_loss_func(routing, EXPERTS, CHOSEN)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))
         with torch.no_grad():
             for parameter in (each for each in exact.parameters() if each.grad is not None):
                 parameter -= cut.RATE * parameter.grad
     return moved(exact, start), losses, [math.nan] * len(losses)
-
-
-def routed(path: str, convention: str = "mean", stage: int = 2, ranks: int = 2) -> cut.Cut:
-    reference = partial(sgd_with_router, whole=convention == "exact")
-    return cut.under_ulysses(stage, ranks, (ROWS, 2), path, adapt=mixtral, reference=reference, router_loss=convention)
-
-
-@pytest.mark.deepspeed
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 4)])
-def test_or_that_of_the_global_batch(stage: int, ranks: int) -> None:
-    ours = on_ranks(routed, "apply", "exact", stage, ranks, ranks=ranks)[0]
-    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
-
-
-@pytest.mark.deepspeed
-@pytest.mark.timeout(200)
-def test_a_router_loss_is_the_mean_over_parts() -> None:
-    ours, stock = on_ranks(routed, "apply")[0], on_ranks(routed, "stock")[0]
-    assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
-    assert stock.error > 0.9

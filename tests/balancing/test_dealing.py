@@ -12,17 +12,16 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import DistributedType
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 import hf_accum_fix
-from hf_accum_fix.data.balancing import BalancedBatches, Dealer, Samples
+from hf_accum_fix.data.balancing import Dealer, Samples
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
-from tests.logged import Said
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS
 
@@ -95,33 +94,6 @@ def test_the_ranks_together_have_stocks_samples(count: int, ranks: int, drop_las
     assert len({len(batch) for own in batches for batch in own}) > 1
 
 
-def test_uneven_ends_stay_on_their_rank() -> None:
-    """Seven batches on two ranks that nobody evens out: one rank has a fourth one."""
-    rows = texts(28)
-    stock = [[numbers(batch) for batch in prepared(rows, 4, ranks=2, rank=r, even_batches=False)] for r in (0, 1)]
-    dealer = Dealer(BalanceOptions(), **QUIET)
-    own = [list(dealer.around(prepared(rows, 4, ranks=2, rank=r, even_batches=False), 2)) for r in (0, 1)]
-    assert [len(each) for each in own] == [4, 3]
-    assert numbers(own[0][3]) == stock[0][3]
-    assert sorted(n for each in own for batch in each for n in numbers(batch)) == list(range(28))
-
-
-def test_a_shard_around_batches_of_varying_size_would_lose_samples() -> None:
-    """Why the dealt batches stand around accelerate's shard, not inside it."""
-    lengths = [len(row["input_ids"]) for row in texts(64)]
-    dealer = Dealer(BalanceOptions(), **QUIET)
-
-    def inside() -> Any:
-        return BalancedBatches(BatchSampler(SequentialSampler(range(64)), 4, False), lengths, 4, dealer, lockstep=False)
-
-    lost = [row for rank in (0, 1) for batch in BatchSamplerShard(inside(), 2, rank) for row in batch]
-    assert len({*lost}) < 64
-    plain = BatchSampler(SequentialSampler(range(64)), 4, False)
-    shards = [BatchSamplerShard(plain, 2, rank) for rank in (0, 1)]
-    around = [BalancedBatches(shard, lengths, 4, dealer, lockstep=False) for shard in shards]
-    assert sorted(row for each in around for batch in each for row in batch) == list(range(64))
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_epoch_goes_on_where_it_was(ranks: int) -> None:
     rows = texts(48)
@@ -180,23 +152,6 @@ def test_what_a_length_is(options: BalanceOptions, wanted: list[int], kind: str)
     assert Dealer(options, **QUIET)._lengths(rows, None, "length") == wanted
 
 
-def test_a_column_that_the_loader_has_lost_is_found() -> None:
-    whole = datasets.Dataset.from_list([{"input_ids": [1] * n, "length": 2 * n} for n in (3, 5, 2)])
-    kept = whole.remove_columns("length")
-    assert Dealer(BalanceOptions(), **QUIET)._lengths(kept, whole, "length") == [6, 10, 4]
-    shuffled = kept.select([2, 0, 1])
-    assert Dealer(BalanceOptions(), **QUIET)._lengths(shuffled, None, "length") == [2, 3, 5]
-
-
-def test_a_collator_that_pads_to_multiples_is_asked() -> None:
-    def collate(rows: Sequence[Any]) -> torch.Tensor:
-        return padded(rows)
-
-    collate.pad_to_multiple_of = 16  # type: ignore[attr-defined]
-    loader = DataLoader(texts(8), batch_size=2, collate_fn=collate)
-    assert {*Dealer(BalanceOptions(), **QUIET).around(loader, 2).batch_sampler._self_lengths} <= {16, 32}
-
-
 def test_a_length_that_cannot_be_told_is_asked_for() -> None:
     with pytest.raises(
         OptionsError, match=r"a sample that holds \['pixel_values'\]; expected its length by its input_ids"
@@ -204,14 +159,6 @@ def test_a_length_that_cannot_be_told_is_asked_for() -> None:
         Dealer(BalanceOptions(), **QUIET).around(prepared([{"pixel_values": 1}] * 8), 2)
     with pytest.raises(OptionsError, match=r"expected its length by lengths='tokens'"):
         Dealer(BalanceOptions(lengths="tokens"), **QUIET).around(prepared(texts(8)), 2)
-
-
-def test_a_window_over_the_limit_of_tokens_is_said_once(said: Said) -> None:
-    rows = [{"input_ids": [1] * 20} for _ in range(16)]
-    loader = Dealer(BalanceOptions(max_tokens_per_micro_batch=30), **QUIET).around(prepared(rows), 2)
-    assert [len(batch) for batch in loader] == [2] * 8
-    [line] = said("max_tokens_per_micro_batch=30")
-    assert "40 padded tokens" in line
 
 
 def test_rows_of_a_micro_batch_are_limited() -> None:
@@ -244,21 +191,6 @@ def test_a_stream_is_dealt_as_it_comes(workers: int) -> None:
 def prepared_stream(rows: list[Any], **kwargs: Any) -> Any:
     loader = DataLoader(Stream(rows), batch_size=4, collate_fn=padded, **kwargs)
     return prepare_data_loader(loader, dispatch_batches=False, put_on_device=True)
-
-
-def test_a_loader_that_is_met_again_is_not_dealt_twice() -> None:
-    rows, dealer = texts(30), Dealer(BalanceOptions(), **QUIET)
-    for loader in (prepared(rows), prepared_stream(rows)):
-        once = [batch.tolist() for batch in dealer.around(loader, 4)]
-        assert [batch.tolist() for batch in dealer.around(loader, 4)] == once
-    assert not isinstance(dealer.around(prepared(rows), 4).batch_sampler.__wrapped__, BalancedBatches)
-
-
-def test_lengths_need_not_be_read_ahead() -> None:
-    rows = texts(32)
-    ahead = [batch.tolist() for batch in Dealer(BalanceOptions(), **QUIET).around(prepared(rows, 4), 4)]
-    loader = Dealer(BalanceOptions(read_ahead=False), **QUIET).around(prepared(rows, 4), 4)
-    assert [batch.tolist() for batch in loader] == ahead
 
 
 def test_samples_pass_a_loader_untouched_where_a_list_would_be_cut() -> None:
@@ -301,17 +233,6 @@ def test_a_loader_whose_dataset_makes_the_batches_is_refused() -> None:
 def test_engines_that_meet_in_every_micro_batch(kind: Any, stage: int, wanted: bool) -> None:
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
     assert waits_every_micro_batch(SimpleNamespace(distributed_type=kind, state=state)) is wanted
-
-
-def test_a_hand_written_loop_deals_its_own_loader() -> None:
-    """What a loop without a Trainer needs: prepare, then around()."""
-    accelerator, rows = Accelerator(cpu=True), texts(32)
-    stock = [numbers(batch) for batch in accelerator.prepare(DataLoader(rows, batch_size=4, collate_fn=padded))]
-    loader = accelerator.prepare(DataLoader(rows, batch_size=4, collate_fn=padded))
-    dealer = Dealer(BalanceOptions(), **QUIET)
-    dealt = dealer.around(loader, 4, lockstep=waits_every_micro_batch(accelerator))
-    assert windows_of([numbers(batch) for batch in dealt], 4) == windows_of(stock, 4)
-    assert dealer.real <= dealer.dealt < dealer.as_they_come
 
 
 def test_a_loop_over_accumulation_windows_takes_the_full_batch_step() -> None:

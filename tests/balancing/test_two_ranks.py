@@ -30,7 +30,7 @@ HEADS_RUN = (
     *("uses-tensor", "uses-int", "func-with-mean", "func-with-number", "wav2vec2-ctc-sum", "mean-of-sample-means"),
     "mixtral",
 )
-SPLITS = ((2, 2), (4, 1))
+SPLIT = (2, 2)
 TRAJECTORIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "drop last": {"dataloader_drop_last": True},
@@ -38,7 +38,7 @@ TRAJECTORIES: dict[str, dict[str, Any]] = {
     "split batches": {"accelerator_config": {"split_batches": True}, "rows": 4},
 }
 #: Own means, so that stock would be wrong; and a loss that divides by the number.
-OF_TRAJECTORIES = ("bert-mlm", "llama")
+OF_TRAJECTORIES = (("bert-mlm", "plain"), ("bert-mlm", "split batches"), ("llama", "stream"), ("llama", "drop last"))
 
 
 def one_step(name: str, split: tuple[int, int], folder: Path) -> dict[str, Any]:
@@ -130,13 +130,10 @@ def cases(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """What is run, by the name of its row."""
     found: dict[str, Callable[[], dict[str, Any]]] = {"dispatched stream": lambda: refusal(folder)}
     for name in HEADS_RUN:
-        for split in SPLITS:
-            found[f"{name} {split[0]}x{split[1]}"] = lambda name=name, split=split: one_step(name, split, folder)
-    for name in OF_TRAJECTORIES:
-        for kind in TRAJECTORIES:
-            found[f"{name}, {kind}"] = lambda name=name, kind=kind: trajectory(name, kind, folder)
-    for saved in (4, 7):
-        found[f"resumed at {saved}"] = lambda saved=saved: resumed(folder, saved, balance=True)
+        found[name] = lambda name=name: one_step(name, SPLIT, folder)
+    for name, kind in OF_TRAJECTORIES:
+        found[f"{name}, {kind}"] = lambda name=name, kind=kind: trajectory(name, kind, folder)
+    found["resumed at 7"] = lambda: resumed(folder, 7, balance=True)
     if not before("5.17"):
         own = {"train_sampling_strategy": "batch_rebalance", "head": "llama", "balance": False}
         found["batch_rebalance resumed"] = lambda: resumed(folder / "own", 4, **own)
@@ -163,14 +160,6 @@ def rows_of(chosen: Sequence[str]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-#: The everyday tests run these; others are marked "slow", and those that show nothing new "thorough".
-EVERYDAY = ("llama 2x2", "bert-mlm 2x2", "bert-classes 2x2", "mixtral 2x2", "bert-mlm, plain", "dispatched stream")
-THOROUGH = {
-    *(f"{name} {rows}x{steps}" for name in HEADS_RUN for rows, steps in SPLITS if (rows, steps) != (2, 2)),
-    *("llama, plain", "bert-mlm, drop last", "bert-mlm, stream", "llama, split batches", "resumed at 4"),
-}
-
-
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """By case, of the cases that were selected."""
@@ -178,14 +167,10 @@ def rows(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 def of(*cases: str) -> pytest.MarkDecorator:
-    def marks(case: str) -> list[pytest.MarkDecorator]:
-        later = pytest.mark.thorough if case in THOROUGH else pytest.mark.slow
-        return [] if case in EVERYDAY else [later]
-
-    return pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in cases])
+    return pytest.mark.parametrize("case", cases)
 
 
-@of(*(f"{name} {rows}x{steps}" for name in HEADS_RUN for rows, steps in SPLITS))
+@of(*HEADS_RUN)
 def test_two_ranks_take_the_full_batch_step(case: str, rows: Any) -> None:
     row = rows[case]
     assert row["error"] <= row["tolerance"], row
@@ -193,7 +178,7 @@ def test_two_ranks_take_the_full_batch_step(case: str, rows: Any) -> None:
     assert len({*row["sizes"]}) > 1
 
 
-@of(*(f"{name}, {kind}" for name in OF_TRAJECTORIES for kind in TRAJECTORIES))
+@of(*(f"{name}, {kind}" for name, kind in OF_TRAJECTORIES))
 def test_the_trajectory_is_that_of_the_windows_as_they_come(case: str, rows: Any) -> None:
     row = rows[case]
     assert row["error"] <= (1e-5 if case.startswith("llama") else 1e-11), row
@@ -201,11 +186,11 @@ def test_the_trajectory_is_that_of_the_windows_as_they_come(case: str, rows: Any
     assert row["padded"] < 0.9, row
 
 
-@of("resumed at 4", "resumed at 7")
-def test_cut_in_the_second_or_third_epoch_and_resumed_it_is_the_same(case: str, rows: Any) -> None:
+@of("resumed at 7")
+def test_cut_in_the_third_epoch_and_resumed_it_is_the_same(case: str, rows: Any) -> None:
     # Its first windows are corrected in any case, and round elsewhere.
     assert rows[case]["error"] <= 1e-15
-    assert rows[case]["same samples"] and rows[case]["windows"] == 9 - int(case[-1])
+    assert rows[case]["same samples"] and rows[case]["windows"] == 9 - 7
 
 
 @pytest.mark.skipif(before("5.17"), reason="batch_rebalance came with 5.17")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ import hf_accum_fix
 from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, apply_inherited, environment_for, inherited_options
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import Options
-from tests.cli.processes import environment, start, with_bytecode_in
+from tests.cli.processes import environment, start
 
-LIMIT = 0.002  # seconds of processor time, so that a busy machine does not count
 ON = "hf-accum-fix: stand-in is on\n"
 
 
@@ -76,49 +73,7 @@ def test_nothing_else_is_touched(stand_in: Path) -> None:
     assert printed == ""
 
 
-def test_the_module_looks_as_if_nobody_had_been_there(stand_in: Path) -> None:
-    script = (
-        "import sys, inspect; before = len(sys.meta_path); import transformers.trainer as t;"
-        "print(type(t.__loader__).__name__, t.__loader__ is t.__spec__.loader,"
-        "'patched' in inspect.getsource(t.Trainer), before - len(sys.meta_path))"
-    )
-    assert python(script, stand_in)[0] == "SourceFileLoader True True 1\n"
-
-
-def test_whoever_only_looks_for_the_trainer_is_answered(stand_in: Path) -> None:
-    script = (
-        "import importlib.util, sys; spec = importlib.util.find_spec('transformers.trainer');"
-        "print(spec.loader.get_filename() == spec.origin, 'transformers.trainer' in sys.modules);" + PATCHED
-    )
-    assert python(script, stand_in) == ("True False\nTrue\n", ON)
-
-
-def test_it_costs_less_than_two_milliseconds(tmp_path: Path) -> None:
-    script = (
-        "import sys; from time import process_time as t; sys.modules.pop('sitecustomize', None);"
-        f"sys.path.insert(0, {BOOTSTRAP!r}); s = t(); import sitecustomize; print(t() - s, len(sys.meta_path))"
-    )
-    env = environment(**with_bytecode_in(tmp_path))
-    printed = [start([sys.executable, "-c", script], env, Path("/")).stdout.split() for _ in range(8)]
-    plain = start([sys.executable, "-c", "import sys; print(len(sys.meta_path))"], environment(), Path("/")).stdout
-    assert {int(finders) for _, finders in printed} == {int(plain) + 1}
-    assert min(float(cost) for cost, _ in printed) < LIMIT
-
-
-@pytest.mark.parametrize("flag", ["-E", "-I", "-S"])
-def test_these_flags_defeat_it(flag: str, stand_in: Path) -> None:
-    """Why ``run`` refuses them."""
-    script = f"import sys; sys.path.insert(0, {str(stand_in)!r}); {PATCHED}"
-    assert python(script, stand_in, flags=(flag,)) == ("False\n", "")
-
-
 # --- once per job -----------------------------------------------------------------------------------------------------
-
-
-def test_the_processes_it_starts_are_patched_and_silent(stand_in: Path) -> None:
-    script = f"{PATCHED}; import subprocess, sys; subprocess.run([sys.executable, '-c', {PATCHED!r}])"
-    printed = python(f"import sys; sys.stdout.reconfigure(line_buffering=True); {script}", stand_in)
-    assert printed == ("True\nTrue\n", ON)
 
 
 def test_spawned_workers_are_patched(stand_in: Path, tmp_path: Path) -> None:
@@ -154,25 +109,6 @@ def test_a_process_without_the_patch_prints_that_whatever_was_printed_before(
     assert printed.startswith(OFF) and printed.count("\n") == 1
 
 
-def test_a_process_that_was_switched_off_prints_that(stand_in: Path) -> None:
-    write(stand_in / "hf_accum_fix/cli/inherit.py", "def apply_inherited():\n    return 'stand-in is off: by hand'\n")
-    printed = python(PATCHED, stand_in, RANK="1", PYTHON_HF_ACCUM_FIX_ANNOUNCED="1")[1]
-    assert printed == "hf-accum-fix: stand-in is off: by hand\n"
-
-
-def test_what_a_silent_process_starts_is_heard(stand_in: Path, tmp_path: Path) -> None:
-    """NOT on in the parent is not the word of a child that is."""
-    script = (
-        f"import os, subprocess, sys; {PATCHED}; sys.stdout.flush();"
-        f"os.environ['PYTHONPATH'] = os.pathsep.join([{BOOTSTRAP!r}, {str(stand_in)!r}]);"
-        f"subprocess.run([sys.executable, '-c', {PATCHED!r}])"
-    )
-    write(tmp_path / "old/hf_accum_fix/__init__.py", "")
-    out, printed = python(script, tmp_path / "old", stand_in)
-    assert out == "False\nTrue\n"
-    assert printed.startswith(OFF) and printed.endswith(ON) and printed.count("\n") == 2
-
-
 @pytest.mark.parametrize(
     ("rank", "line"), [({"RANK": "0"}, ON), ({"RANK": "1"}, ""), ({"RANK": "4", "LOCAL_RANK": "0"}, "")]
 )
@@ -197,25 +133,6 @@ def test_no_further_attempt_gets_a_stock_trainer(refusal: str, stand_in: Path) -
     assert python(script, stand_in) == ("no\nno\n", "")
 
 
-def test_a_python_without_this_package_prints_that_and_continues(stand_in: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "other", symlinks=os.name != "nt")
-    other = tmp_path / "other" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    for file in sorted((stand_in / "hf_accum_fix").rglob("*.py")):
-        file.rename(file.with_suffix(".gone"))
-    (stand_in / "hf_accum_fix").rename(stand_in / "gone")
-    again = f"import subprocess, sys; sys.stdout.flush(); subprocess.run([sys.executable, '-c', {PATCHED!r}])"
-    done = start([other, "-c", f"{PATCHED}; {again}"], environment(BOOTSTRAP, stand_in), Path("/"))
-    assert (done.returncode, done.stdout) == (0, "False\nFalse\n")
-    line = f"hf-accum-fix: NOT on: {other} has no hf_accum_fix, or one without a command line; install it there\n"
-    assert done.stderr == line * 2, "each of the two processes trains stock"
-
-
-def test_a_broken_installation_is_an_error(stand_in: Path) -> None:
-    write(stand_in / "hf_accum_fix/cli/inherit.py", "import wrapt_of_another_age\n")
-    out, printed = python(PATCHED, stand_in)
-    assert out == "" and "No module named 'wrapt_of_another_age'" in printed
-
-
 # --- the sitecustomize it hides ---------------------------------------------------------------------------------------
 
 
@@ -224,11 +141,6 @@ def test_the_hidden_one_runs_and_is_the_module(stand_in: Path, tmp_path: Path) -
     script = f"import sys; print(sys.modules['sitecustomize'].__file__, sys.path[1], sys.path[-1]); {PATCHED}"
     out, printed = python(script, hidden.parent, stand_in)
     assert (out, printed) == (f"theirs\n{hidden} {BOOTSTRAP} /added\nTrue\n", ON)
-
-
-def test_a_hidden_one_that_imports_the_trainer_gets_it_patched(stand_in: Path, tmp_path: Path) -> None:
-    hidden = write(tmp_path / "theirs" / "sitecustomize.py", PATCHED)
-    assert python("", hidden.parent, stand_in) == ("True\n", ON)
 
 
 THEIR_FINDERS = "import sys; from importlib.machinery import PathFinder, BuiltinImporter, FrozenImporter; "
@@ -243,31 +155,6 @@ CLEARED = {
 def test_a_hidden_one_that_clears_the_finders_does_not_remove_ours(clear: str, stand_in: Path, tmp_path: Path) -> None:
     hidden = write(tmp_path / "theirs" / "sitecustomize.py", THEIR_FINDERS + clear)
     assert python(PATCHED, hidden.parent, stand_in) == ("True\n", ON)
-
-
-@pytest.mark.parametrize("slip", ["1 / 0", "import no_such_module", "raise ImportError('by hand')"])
-def test_its_errors_are_printed_as_python_prints_them(slip: str, stand_in: Path, tmp_path: Path) -> None:
-    hidden = write(tmp_path / "theirs" / "sitecustomize.py", slip)
-    out, printed = python(PATCHED, hidden.parent, stand_in)
-    alone = start([sys.executable, "-c", "pass"], environment(hidden.parent), Path("/"))
-    assert "Error in sitecustomize" in alone.stderr
-    assert (out, printed) == ("True\n", alone.stderr + ON)
-
-
-def test_usercustomize_runs_as_before(stand_in: Path, tmp_path: Path) -> None:
-    theirs = write(tmp_path / "theirs" / "usercustomize.py", "print('theirs')").parent
-    # Only an environment that sees the system's packages runs usercustomize.
-    venv.create(tmp_path / "open", symlinks=os.name != "nt", system_site_packages=True)
-    command = [tmp_path / "open" / ("Scripts" if os.name == "nt" else "bin") / "python", "-c", PATCHED]
-    done = start(command, environment(BOOTSTRAP, theirs, stand_in), Path("/"))
-    assert (done.stdout, done.stderr) == ("theirs\nTrue\n", ON)
-
-
-def test_it_imports_nothing_before_the_trainer_is() -> None:
-    tree = ast.parse(Path(BOOTSTRAP, "sitecustomize.py").read_text(encoding="utf-8"))
-    at_once = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    assert at_once == {"os", "sys"}
-    assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)
 
 
 # --- what ``run`` hands down, and what a process does with it as soon as it has a Trainer ---------------------------
@@ -321,21 +208,3 @@ def test_a_refusal_is_no_error_that_a_script_catches(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit, match=f"hf-accum-fix: got {THEIRS} in place of Trainer.compute_loss"):
         apply_inherited()
     assert hf_accum_fix.active_handle() is None
-
-
-def test_switched_off_it_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ACCUM_FIX", "0")
-    assert apply_inherited() == f"{hf_accum_fix.__version__} is off: HF_ACCUM_FIX=0"
-
-
-def test_quiet_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ACCUM_FIX_QUIET", "1")
-    assert apply_inherited() == ""
-    hf_accum_fix.revert()
-
-
-def test_an_untested_release_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_accum_fix.upstream.plan.TESTED_RELEASES", ("4.41.0",))
-    line = apply_inherited()
-    hf_accum_fix.revert()
-    assert " is on and fits transformers " in line and "but our tests have run" in line

@@ -36,22 +36,12 @@ def test_a_child_with_the_patch_is_enough(quiet: dict[str, str]) -> None:
     assert (" is on: transformers " in done.stderr) == (not quiet)
 
 
-def test_an_outer_run_that_requires_it_is_told_too() -> None:
-    done = run(*RUN, "--require", sys.executable, "-c", TRAINS)
-    assert (done.returncode, done.stdout) == (0, "trained\n") and "NOT on" not in done.stderr
-
-
 def test_the_commands_own_failure_stays() -> None:
     done = run(sys.executable, "-c", "import sys; sys.exit(7)")
     assert done.returncode == 7 and done.stderr.startswith(NOT_ON)
     assert run("no-such-command").returncode == 127
     killed = run(sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert killed.returncode == -signal.SIGKILL
-
-
-def test_switched_off_it_is_wrong_usage() -> None:
-    done = run("true", HF_ACCUM_FIX="0")
-    assert done.returncode == 2 and "got --require and HF_ACCUM_FIX=0" in done.stderr
 
 
 @pytest.mark.parametrize(

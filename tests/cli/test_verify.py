@@ -48,17 +48,6 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_report_that_cannot_be_written_changes_no_exit_code(script: Path) -> None:
-    done = start([*VERIFY, "--splits", "2x4", "--json", "/dev/full", script], environment())
-    assert done.returncode == 1 and done.stdout.startswith("4x too large at your 2 x 4 (G times)"), done
-    assert "cannot write /dev/full" in done.stderr and "Traceback" not in done.stderr
-    with Path("/dev/full").open("w") as full:
-        command = [str(each) for each in (*VERIFY, "--splits", "2x4", script)]
-        gone = subprocess.run(command, env=environment(), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert gone.returncode == 1 and b"Traceback" not in gone.stderr, gone
-
-
 @pytest.mark.skipif(os.name != "posix", reason="a pipe that nobody reads ends a process otherwise there")
 @pytest.mark.parametrize(("splits", "code"), [("2x4", 1), ("1x2", 2)])
 def test_a_pipe_that_nobody_reads_changes_no_exit_code(splits: str, code: int, script: Path) -> None:
@@ -208,21 +197,3 @@ def test_wrong_usage_is_reported_before_the_script_runs(tmp_path: Path, capsys: 
     assert "is a folder; expected a writable file; name another path" in said
     assert f"got {tmp_path}, which is a folder; expected a Python script" in said
     assert not (tmp_path / "ran").exists()
-
-
-def test_splits_that_do_not_hold_the_samples_are_wrong_usage(tmp_path: Path) -> None:
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
-    done = start([*VERIFY, "--splits", "1x2", str(tmp_path / "stubborn.py")], environment(Path(__file__).parents[2]))
-    assert (
-        done.returncode == 2
-        and "; expected samples per micro-batch x accumulation steps" in done.stderr
-        and "Traceback" not in done.stderr
-    )
-    assert not list(tmp_path.glob("*.left"))
-
-
-def test_a_sitecustomize_of_ones_own_is_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
-    (tmp_path / "ends.py").write_text("")
-    done = start([*VERIFY, str(tmp_path / "ends.py")], environment(Path(__file__).parents[2], tmp_path))
-    assert done.returncode == 3 and "own sitecustomize" in done.stdout

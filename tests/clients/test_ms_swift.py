@@ -237,15 +237,13 @@ def hf_dataset(rows: Rows) -> Any:
 pytestmark = [pytest.mark.swift, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 WHOLE = (8, 1)
-TWO_RANK_SPLITS = ((4, 1), (2, 2), (1, 4))
+TWO_RANK_SPLITS = ((2, 2), (1, 4))
 #: Whether the ranks agree on what counts as an item hung on the last bit of two losses, and so on the data.
-SEEDS = range(4)
+SEEDS = range(2)
 CASES = {
     **{f"sft, data {seed}": replace(KINDS["sft"], rows=partial(answered, seed)) for seed in SEEDS},
     **{name: kind for name, kind in KINDS.items() if not name.startswith("sft")},
 }
-THOROUGH = ((4, 2), (1, 8))
-WITH_SHORT_MICRO_BATCH = (3, 3)
 Reference = Callable[[str], Step]
 names = pytest.mark.parametrize("name", KINDS)
 
@@ -273,19 +271,16 @@ def reference(folder: Path) -> Reference:
     return step_of
 
 
-@pytest.mark.parametrize("path", ["apply", pytest.param("trainer", marks=pytest.mark.thorough)])
 @names
-def test_the_full_batch_is_left_bit_for_bit(name: str, path: str, folder: Path, reference: Reference) -> None:
+def test_the_full_batch_is_left_bit_for_bit(name: str, folder: Path, reference: Reference) -> None:
     kind, wanted = KINDS[name], reference(name)
     with kind.as_configured():
-        step = swift_step(kind, path, *WHOLE, folder)
+        step = swift_step(kind, "apply", *WHOLE, folder)
     assert all(torch.equal(step.change[key], wanted.change[key]) for key in wanted.change)
     assert step.loss == wanted.loss
 
 
-@pytest.mark.parametrize(
-    "split", [(2, 4), *(pytest.param(each, marks=pytest.mark.thorough) for each in THOROUGH)], ids=shape
-)
+@pytest.mark.parametrize("split", [(2, 4), (3, 3)], ids=shape)
 @names
 def test_no_cut_is_further_from_the_full_batch_than_in_stock(
     name: str, split: tuple[int, int], folder: Path, reference: Reference
@@ -296,27 +291,14 @@ def test_no_cut_is_further_from_the_full_batch_than_in_stock(
         observations.clear()
         step = swift_step(kind, "apply", *split, folder)
         (run,) = observations.recorded()
-    if kind.item_mean:
+    if kind.item_mean and split == (2, 4):
         assert stock.error(wanted) <= kind.tolerance
         assert step.error(wanted) <= kind.tolerance
         assert step.loss == pytest.approx(wanted.loss, rel=kind.tolerance)
     else:
+        # Where the last micro-batch is short stock is off by 0.1 to 0.3 wherever the loss is a mean over samples.
         assert step.error(wanted) <= stock.error(wanted) + kind.tolerance
         assert not run["exact"] or step.error(wanted) <= kind.tolerance
-
-
-@names
-def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, reference: Reference) -> None:
-    """Three, three and two samples: stock is off by 0.1 to 0.3 wherever the loss is a mean over samples."""
-    kind, wanted = KINDS[name], reference(name)
-    with kind.as_configured():
-        stock = swift_step(kind, "stock", *WITH_SHORT_MICRO_BATCH, folder)
-        observations.clear()
-        step = swift_step(kind, "apply", *WITH_SHORT_MICRO_BATCH, folder)
-        (run,) = observations.recorded()
-    assert step.error(wanted) <= stock.error(wanted) + kind.tolerance
-    if run["exact"]:
-        assert step.error(wanted) <= kind.tolerance
 
 
 def rows_of(folder: Path, wanted: Mapping[str, Step]) -> dict[tuple[str, tuple[int, int]], dict[str, Any]]:

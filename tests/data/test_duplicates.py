@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from hf_accum_fix import Items, OptionsError, UnsupportedSetupError, apply
+from hf_accum_fix import Items, UnsupportedSetupError
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.items import ZeroWeightBatch, scale_mean
 from hf_accum_fix.accumulation.part import Part
 from hf_accum_fix.accumulation.scaling import scale_of
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.options import Options
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.parity import Step, StockRecorder, cut, reference_step, take_step
 
@@ -89,27 +88,6 @@ def test_a_stream_that_workers_read_is_refused() -> None:
     WithoutDuplicates(read_elsewhere, False, lambda samples: None).check()
 
 
-class Sampler(BatchSampler):
-    """A batch sampler of somebody's own."""
-
-    def __init__(self) -> None:
-        self.batch_size, self.drop_last = 2, False
-
-    def __iter__(self) -> Any:
-        return iter([[0, 1], [2]])
-
-    def __len__(self) -> int:
-        return 2
-
-
-def test_a_batch_sampler_that_hides_its_length_is_refused() -> None:
-    shard = BatchSamplerShard(Sampler(), num_processes=2, process_index=0)
-    hidden = DataLoaderShard(list(range(3)), batch_sampler=shard, collate_fn=collate)
-    with pytest.raises(UnsupportedSetupError, match="batch sampler Sampler"):
-        WithoutDuplicates(hidden, True, lambda samples: None).check()
-    assert [len(batch["number"]) for batch in WithoutDuplicates(hidden, False, lambda samples: None)] == [2]
-
-
 @pytest.mark.parametrize("reduction", Reduction)
 def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None:
     contract = LossContract(reduction, Items(("labels",)))
@@ -120,22 +98,6 @@ def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None
     assert float(scale_mean(torch.tensor(7.0), ratio)) == 0.0
     assert float(scale_mean(torch.tensor(7.0), ratio, torch.tensor(0.5))) == 0.5
     assert int(Items().count(inputs)) == 0
-
-
-def test_it_is_taken_for_the_loader_it_holds() -> None:
-    held = loader("batches", 3, 2, 2, 0)
-    without = WithoutDuplicates(held, True, lambda samples: None)
-    assert isinstance(without, DataLoader) and len(without) == len(held)
-    assert without.around(held).__wrapped__ is held
-
-
-def test_the_option_is_a_switch() -> None:
-    with pytest.raises(OptionsError, match="got drop_duplicates='yes'; expected True or False"):
-        Options(drop_duplicates="yes")  # type: ignore[arg-type]
-    with apply(drop_duplicates=True) as handle:
-        assert handle.options.drop_duplicates
-        with pytest.raises(OptionsError, match="which are already applied"):
-            apply()
 
 
 # --- a micro-batch that is run and counts nothing: the step is the others', whoever computes the loss ---------------

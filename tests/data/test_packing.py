@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,14 +96,6 @@ def test_no_cut_of_the_sorted_window_pads_less(window: tuple[list[int], int, int
         assert fewest_by_trying(ascending, count, tightest - 1, max_rows) >= 10**15
 
 
-def test_tokens_of_a_micro_batch_stay_under_a_limit_of_ones_own() -> None:
-    lengths = [10, 20, 30, 40, 50, 60, 70, 80]
-    assert max(padded_tokens(lengths, each) for each in pack(lengths, 4, rows=2)[0]) == 160
-    assert max(padded_tokens(lengths, each) for each in pack(lengths, 4, rows=2, max_tokens=140)[0]) == 140
-    # 80 tokens alone are more than 70: as little above the limit as can be.
-    assert max(padded_tokens(lengths, each) for each in pack(lengths, 8, rows=1, max_tokens=70)[0]) == 80
-
-
 @pytest.mark.parametrize(("rows", "max_rows"), [(3, None), (8, 1)])
 def test_a_window_that_cannot_be_dealt_is_refused(rows: int, max_rows: int | None) -> None:
     with pytest.raises(OptionsError, match="for 4 micro-batches; expected 1 to"):
@@ -115,63 +105,9 @@ def test_a_window_that_cannot_be_dealt_is_refused(rows: int, max_rows: int | Non
 # --- the bars -------------------------------------------------------------------------------------------------------
 
 
-def drawn(choose: random.Random, count: int, mu: float, sigma: float, longest: int) -> list[int]:
-    return [min(max(int(choose.lognormvariate(mu, sigma)), 8), longest) for _ in range(count)]
-
-
-def slowest(lengths: Sequence[int], plan: Sequence[Sequence[MicroBatch]], lockstep: bool) -> float:
-    """Padded tokens that the slowest rank computes or waits for, over the real tokens of a rank."""
-    loads = [[padded_tokens(lengths, each) for each in own] for own in plan]
-    waited = sum(map(max, zip(*loads, strict=True))) if lockstep else max(map(sum, loads))
-    return waited * len(plan) / sum(lengths)
-
-
-@pytest.mark.parametrize(
-    ("steps", "ranks", "rows", "lockstep"),
-    [(16, 1, 64, False), (128, 1, 8, False), (64, 4, 4, False), (16, 8, 8, False), (16, 8, 8, True)],
-)
-@pytest.mark.parametrize(("mu", "sigma", "longest"), [(3.9, 0.8, 1024), (5.3, 1.2, 4096)], ids=["chat", "heavy tails"])
-def test_planning_1024_samples_takes_milliseconds(
-    steps: int, ranks: int, rows: int, lockstep: bool, mu: float, sigma: float, longest: int
-) -> None:
-    choose = random.Random(0)
-    taken = []
-    for _ in range(9):
-        lengths = drawn(choose, 1024, mu, sigma, longest)
-        start = time.process_time()
-        pack(lengths, steps, ranks, rows=rows, lockstep=lockstep)
-        taken.append(time.process_time() - start)
-    # 1 to 4 ms on an idle core; a machine that others load is given room.
-    assert sorted(taken)[4] < 0.0125
-
-
 needs_batch_rebalance = pytest.mark.skipif(
     not hasattr(trainer_pt_utils, "BatchRebalanceSampler"), reason="batch_rebalance came with 5.17"
 )
-
-
-@needs_batch_rebalance
-@pytest.mark.parametrize(("lockstep", "ranks"), [(False, 4), (False, 8), (True, 4), (True, 8)])
-@pytest.mark.parametrize(("mu", "sigma", "longest"), [(5.3, 0.8, 1024), (5.3, 1.2, 4096)], ids=["chat", "heavy tails"])
-def test_the_slowest_rank_beside_stock_and_batch_rebalance(
-    lockstep: bool, ranks: int, mu: float, sigma: float, longest: int
-) -> None:
-    choose, rows, steps = random.Random(1), 4, 32 // ranks
-    ours, upstream, as_it_comes = [], [], []
-    for _ in range(20):
-        lengths = drawn(choose, rows * steps * ranks, mu, sigma, longest)
-        ours.append(slowest(lengths, pack(lengths, steps, ranks, rows=rows, lockstep=lockstep), lockstep))
-        sampler = trainer_pt_utils.BatchRebalanceSampler(lengths, len(lengths), ranks, steps)
-        upstream.append(slowest(lengths, sampler._assign(list(range(len(lengths))), lengths), lockstep))
-        as_it_comes.append(slowest(lengths, [stock(lengths, rows)[rank::ranks] for rank in range(ranks)], lockstep))
-    mean = [sum(each) / len(each) for each in (ours, upstream, as_it_comes)]
-    if lockstep:
-        assert mean[0] < mean[1] < mean[2]
-    elif sigma < 1:
-        assert mean[0] <= 1.10 and mean[0] < mean[1] and mean[2] > 2
-    else:
-        # With eight micro-batches a rank batch_rebalance is itself at 1.24 of the ideal, and we are at 1.03.
-        assert mean[0] <= 1.10 and mean[0] <= (0.6 if ranks == 8 else 0.87) * mean[1]
 
 
 # --- epochs of whole windows: what is handed out, when a window opens, what a loader is still taken for -------------
@@ -205,19 +141,6 @@ def test_a_window_opens_before_its_first_micro_batch_and_without_blanks() -> Non
     for batch in WholeWindows(loader(5), 3, lambda window: seen.append([int(each) for each in window])):
         seen.append(None if isinstance(batch, PlaceholderBatch) else int(batch))
     assert seen == [[0, 1, 2], 0, 1, 2, [3, 4], None, 3, 4]
-
-
-def test_a_stream_has_no_length() -> None:
-    with pytest.raises(TypeError):
-        len(WholeWindows(DataLoader(Endless()), 2))
-    assert len(list(WholeWindows(DataLoader(Endless(), batch_size=1), 2))) == 6
-
-
-def test_it_is_taken_for_the_loader_it_holds() -> None:
-    held = loader(4)
-    whole = WholeWindows(held, 2)
-    assert isinstance(whole, DataLoader) and whole.dataset is held.dataset
-    assert isinstance(whole.around(held), WholeWindows) and whole.around(held).__wrapped__ is held
 
 
 def test_a_blank_has_the_keys_of_its_neighbour_and_no_row() -> None:

@@ -1,15 +1,11 @@
-"""The options, verify() and memory that really ends, on a GPU."""
+"""The options and verify() on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hf_accum_fix
 from hf_accum_fix import verify
@@ -17,12 +13,12 @@ from hf_accum_fix.verification.report import Kind
 from tests.balancing.trainings import BALANCE, dealt
 from tests.gpu.steps import FLOAT32_SUMS, FLOORS, RATE, by_trainer, full_batch, in_float32, in_float64
 from tests.numerics.heads import HEADS
-from tests.numerics.parity import cut, reference_step, take_step
+from tests.numerics.parity import reference_step
 from tests.precision import gradients
 from tests.precision.test_gradients import NOISE
 from tests.router.conventions import COEFFICIENT, FAMILIES, flat, step
 from tests.router.conventions import full_batch as router_of_full_batch
-from tests.verify.trainers import points, small, trainer_of
+from tests.verify.trainers import trainer_of
 
 
 def test_router_loss_exact(device: str, tmp_path: Path) -> None:
@@ -95,59 +91,3 @@ def test_verify(precision: str, device: str, tmp_path: Path) -> None:
     how = {"use_cpu": device == "cpu", "bf16": precision == "bfloat16"}
     report = verify(trainer_of(in_float32(HEADS["bert-classes"]), tmp_path, **how))
     assert report.verdict.kind is Kind.OFF and report.verdict_of("apply()").kind is Kind.EXACT, str(report)
-
-
-# --- memory that really ends ----------------------------------------------------------------------------------------
-
-#: Numbers of a row.
-WIDE = 2**26
-#: This many rows' tensors fit: forward and backward of one row take three, the forward of two takes four.
-TENSORS = 4.5
-
-
-class Wide(nn.Module):
-    """A regression of which every row takes a quarter of a gigabyte, three times; the width changes no loss."""
-
-    def __init__(self, width: int = WIDE) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.width = nn.Linear(4, 1), width
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        wide = torch.tanh(self.first(x).expand(-1, self.width) * 1.0)
-        return {"loss": nn.functional.mse_loss(wide.mean(dim=1), labels)}
-
-
-@pytest.fixture
-def little_memory(cuda: str) -> Iterator[None]:
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + TENSORS * 4 * WIDE) / total)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
-
-
-def test_a_batch_that_does_not_fit_is_halved_and_exact(little_memory: None, tmp_path: Path) -> None:
-    """CUDA's allocator takes a limit: ``auto_find_batch_size`` goes from 2 rows a micro-batch to 1."""
-    assert _found_batch_size_error(2, "cuda", tmp_path, auto_find_batch_size=True) <= 1e-5
-
-
-def test_the_wide_regression_is_exact_where_it_fits(tmp_path: Path) -> None:
-    assert _found_batch_size_error(1, "cpu", tmp_path, width=8) <= 1e-5
-
-
-def _found_batch_size_error(rows: int, device: str, output: Path, width: int = WIDE, **arguments: Any) -> float:
-    """Of four micro-batches of one row, whatever the rows that were begun with."""
-    head = replace(HEADS["no-kwargs"], build=lambda: Wide(width), samples=points(8))
-    found = take_step(head, head.samples, rows, 4, "apply", output, use_cpu=device == "cpu", **arguments)
-    return found.error(reference_step(replace(head, build=lambda: Wide(1)), cut(head.samples[:4], 1)))
-
-
-def test_a_full_batch_that_does_not_fit_is_streamed(little_memory: None, tmp_path: Path) -> None:
-    """CUDA's allocator takes a limit: verify() streams its reference."""
-    trainer = small(Wide(), tmp_path, points(4), per_device=1, accumulate=4, use_cpu=False)
-    report = verify(trainer)
-    assert report.reference.startswith("streamed") and report.verdict_of("apply()").kind is Kind.EXACT, str(report)
-    told = {(each.mode, each.split): each.verdict.words for each in report.results}
-    assert "cannot be run: CUDA out of memory" in told["stock", "4 x 1"]

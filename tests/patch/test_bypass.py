@@ -162,14 +162,3 @@ def test_micro_batches_that_are_left_out_are_not_refused(tmp_path: Path) -> None
         before = trainable(trainer.model)
         trainer.train()
     assert trainer.state.global_step == 1 and not changed(before, trainer.model)
-
-
-def test_an_optimizer_that_steps_within_a_micro_batch_is_not_refused(tmp_path: Path) -> None:
-    """As DeepSpeed's engine does at the end of the last backward, which at G = 1 is the first."""
-    with patched("apply"):
-        trainer = made(tmp_path, "apply")
-        backward = trainer.accelerator.backward
-        trainer.accelerator.backward = lambda loss, **named: (backward(loss, **named), trainer.optimizer.step())
-        before = trainable(trainer.model)
-        trainer.train()
-    assert changed(before, trainer.model)

@@ -66,12 +66,6 @@ def test_a_trainer_that_keeps_a_method_of_its_own_is_copied(how: str, kept: str)
         assert method.__self__ is (trainer if how == "copy" else copied)
 
 
-def test_a_pickle_made_under_the_patch_is_the_original_without_it() -> None:
-    made = {name: pickle.dumps(getattr(Trainer, name)) for name in SEAMS}
-    hf_accum_fix.revert()
-    assert all(pickle.loads(made[name]) is ORIGINALS[name] for name in SEAMS)
-
-
 @pytest.mark.releases
 @pytest.mark.parametrize("release", [pytest.param("1.14.2", marks=pytest.mark.thorough), "1.17.3"])
 def test_the_kernel_and_the_wrapped_loaders_work_by_an_older_wrapt(release: str, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -101,15 +100,6 @@ def test_the_trainer_clips_logs_and_steps_by_that_gradient(accumulate_in: str, t
         assert off < 0.008 and not lines and run["exact"]
 
 
-def test_float16_adds_as_well_and_underflows_as_it_did() -> None:
-    wanted = reference(llama().half(), ROWS)
-    floor, found, stock = (
-        error(by_loop(llama().half(), ROWS, steps, mode).seen[0], wanted)
-        for steps, mode in ((1, "parameter"), (64, "compensated"), (64, "parameter"))
-    )
-    assert found <= NOISE * floor < stock, (found, floor, stock)
-
-
 def test_a_parameter_that_the_last_micro_batch_does_not_use_keeps_its_gradient() -> None:
     rows = ROWS[:63]  # Ends without the branch.
     exact = Sometimes().bfloat16().double()
@@ -127,12 +117,6 @@ def test_a_parameter_that_the_last_micro_batch_does_not_use_keeps_its_gradient()
                 window.loss(model, each).backward()
         found = {name: each.grad.double() for name, each in model.named_parameters() if each.grad is not None}
         assert error(found, wanted) < 0.006
-
-
-def test_one_micro_batch_and_32_bits_are_left_as_they_are() -> None:
-    for build, steps in ((lambda: llama().bfloat16(), 1), (llama, 4)):
-        plain, ours = (by_loop(build(), ROWS[:16], steps, mode).seen[0] for mode in ("parameter", "float32"))
-        assert all(torch.equal(plain[name], ours[name]) for name in plain)
 
 
 class Fails(nn.Module):
@@ -162,54 +146,6 @@ def test_nothing_is_left_of_a_window_that_fails() -> None:
     with pytest.raises(ArithmeticError):
         step(False)
     assert left_on(model) == 0 and not gradient._sums
-
-
-def test_a_loop_that_ends_in_mid_window_leaves_nothing() -> None:
-    model = llama().bfloat16()
-    windows = accumulation_windows([batch(ROWS[:4])] * 4, steps=4, accumulate_in="compensated")
-    for window in windows:
-        with window.micro_batch(model):
-            window.loss(model, window.batches[0]).backward()
-        assert left_on(model)
-        break
-    del window
-    assert not left_on(model) and not windows._host.gradient._sums
-
-
-def test_in_32_bits_nothing_is_said(said: Said) -> None:
-    by_loop(llama(), ROWS[:16], 16, "parameter")
-    assert not said("16 bits")
-
-
-# --- 16-bit adapters on a frozen 16-bit model: as exact as any parameter, and nothing is kept for the frozen ones ---
-
-
-def adapted() -> Any:
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = get_peft_model(llama().bfloat16(), config, autocast_adapter_dtype=False)
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
-    return model
-
-
-def test_adapters_have_the_gradient_of_one_micro_batch(tmp_path: Path) -> None:
-    wanted = reference(adapted(), ROWS)
-    assert all("lora_" in name for name in wanted)
-    floor, stock, wide, compensated = (
-        error(by_trainer(adapted(), ROWS, steps, mode, tmp_path).seen[0], wanted)
-        for steps, mode in ((1, "stock"), (64, "stock"), (64, "float32"), (64, "compensated"))
-    )
-    assert max(wide, compensated) <= NOISE * floor < stock, (wide, compensated, floor, stock)
-
-
-def test_only_they_are_added() -> None:
-    model = adapted()
-    windows = accumulation_windows([batch([row]) for row in ROWS[:4]], steps=4, accumulate_in="compensated")
-    window = next(iter(windows))
-    for each in window.batches[:2]:
-        with window.micro_batch(model):
-            window.loss(model, each).backward()
-    assert {*windows._host.gradient._sums} == {each for each in model.parameters() if each.requires_grad}
 
 
 # --- float16 parameters under torch's own loss scaler for CPUs, in a loop; accelerate runs float16 on a GPU alone ---

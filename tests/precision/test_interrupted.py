@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,11 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 import hf_accum_fix
-from hf_accum_fix import AccumFixError, OptionsError, UnsupportedSetupError, accumulation_windows
+from hf_accum_fix import UnsupportedSetupError, accumulation_windows
 from hf_accum_fix.engines.precision import Arrival, Leaf, WindowGradient
 from hf_accum_fix.loop import AccumulationWindows
 from hf_accum_fix.overrides.session import SESSION
-from tests.loop.steps import accelerator
 from tests.numerics.parity import Recorder, StockRecorder, training_arguments
 from tests.precision.gradients import Bigram, Keep, asking, batch, error, left_on, reference, samples
 
@@ -180,45 +178,6 @@ FOUR = samples(4)
 BATCHES = [batch([row]) for row in FOUR]
 
 
-class Lomo(torch.optim.SGD):
-    """Stands in for lomo_optim's, which needs a GPU."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        super().__init__(model.parameters(), lr)
-
-    def fused_backward(self, loss: Any, lr: float) -> None:
-        pytest.fail("it stepped")
-
-
-class AdaLomo(Lomo):
-    """The same."""
-
-
-@pytest.fixture
-def lomo(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("lomo_optim")
-    module.Lomo, module.AdaLomo = Lomo, AdaLomo
-    monkeypatch.setitem(sys.modules, "lomo_optim", module)
-    for where in ("accelerate.accelerator", "transformers.trainer_optimizer"):
-        monkeypatch.setattr(f"{where}.is_lomo_available", lambda: True)
-
-
-@pytest.mark.parametrize("optim", ["lomo", "adalomo"])
-def test_lomo_under_the_trainer(optim: str, lomo: None, tmp_path: Path) -> None:
-    arguments = training_arguments(tmp_path, 1, 4, optim=optim)
-    trainer = asking("float32")(model=Bigram().bfloat16(), args=arguments, train_dataset=FOUR, data_collator=batch)
-    with pytest.raises(UnsupportedSetupError, match="got accumulate_in='float32' and LOMO"):
-        trainer.train()
-    assert trainer.accelerator.has_lomo_optimizer and not left_on(trainer.model)
-
-
-def test_lomo_in_a_loop(lomo: None) -> None:
-    live, model = accelerator(4), Bigram().bfloat16()
-    model, _ = live.prepare(model, Lomo(model, 0.1))
-    with pytest.raises(UnsupportedSetupError, match="got accumulate_in='compensated' and LOMO"):
-        one_micro_batch(model, accumulation_windows(BATCHES, live, accumulate_in="compensated"))
-
-
 def one_micro_batch(model: nn.Module, windows: AccumulationWindows) -> None:
     window = next(iter(windows))
     with window.micro_batch(model):
@@ -247,20 +206,6 @@ def test_optimizers_of_single_parameters(stepping: Any, named: str) -> None:
     with pytest.raises(UnsupportedSetupError, match=rf"a hook that runs inside the backward \({named}\)"):
         one_micro_batch(model, accumulation_windows(BATCHES, steps=4, accumulate_in="float32"))
     assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
-
-
-def test_a_sparse_gradient() -> None:
-    table = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
-    with (
-        pytest.raises(AccumFixError, match="Embedding"),
-        WindowGradient("float32").micro_batch(lambda: [Leaf(table.weight)], first=True, last=False),
-    ):
-        table(torch.tensor([1])).sum().backward()
-
-
-def test_a_word_that_is_none_of_the_three() -> None:
-    with pytest.raises(OptionsError, match="got accumulate_in='double'; expected one of 'parameter'"):
-        accumulation_windows([], steps=2, accumulate_in="double")
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["ends-early", "an-error-of-theirs"])

@@ -59,7 +59,6 @@ def test_data_and_hand_written_loops(release: str) -> None:
 def test_trainers_of_other_libraries(release: str) -> None:
     """What is special about each, half a minute of processor time."""
     run_tests_in(release, "-m", "not thorough and not slow", "tests/clients/test_shapes.py")
-    run_tests_in(release, "-k", "verify", "tests/clients/test_shapes.py")
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -200,16 +200,6 @@ def full_batch(head: Head) -> Tensor:
     return library(head, lambda pieces: [1.0])
 
 
-def token_share(head: Head, per_device: int) -> Tensor:
-    """Each micro-batch's loss weighed by its share of the targets, as unsloth and ms-swift do."""
-
-    def weights(pieces: Sequence[Batch]) -> list[float]:
-        items = [float((piece["labels"][:, 1:] != -100).sum()) for piece in pieces]
-        return [each / sum(items) for each in items]
-
-    return library(head, weights, per_device)
-
-
 def twin(head: Head) -> tuple[Tensor, float]:
     """The step along the formula in float64, and its value, over all samples in one forward."""
     model = head.build().train()

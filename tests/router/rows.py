@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.numerics.parity import pass_over_imports
 from tests.ranks import join, on_ranks
-from tests.router.conventions import FAMILIES, InFloat64, auxiliary, token_share, twin
+from tests.router.conventions import FAMILIES, InFloat64, auxiliary, twin
 
 CONVENTIONS = ("stock", "mean", "exact")
 
@@ -24,15 +24,11 @@ def row(case: str, ranks: int) -> dict[str, Any]:
     with InFloat64():
         wanted, value = twin(head)
         found = {name: auxiliary(head, name, per_device, ranks, **arguments) for name in conventions}
-        shared = token_share(head, per_device)
     return {
         "family": family,
         "per_device": per_device,
         "ranks": ranks,
-        "error": {
-            **{name: each.error(wanted) for name, each in found.items()},
-            "token share": float((shared - wanted).norm() / wanted.norm()),
-        },
+        "error": {name: each.error(wanted) for name, each in found.items()},
         "value": {name: each.value / value for name, each in found.items()},
     }
 

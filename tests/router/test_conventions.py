@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accum_fix import observations
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.overrides.session import SESSION
-from tests.numerics.parity import reference_step
 from tests.router.conventions import (
     COEFFICIENT,
     FAMILIES,
@@ -96,18 +94,6 @@ def test_a_loop_of_ones_own_has_it_too(family: str, size: int) -> None:
     assert found.error(wanted) <= TWIN and found.value == pytest.approx(value, rel=TWIN)
 
 
-def test_an_own_loss_function_gets_nothing_added() -> None:
-    def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        logits = outputs["logits"][:, :-1].double().flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
-
-    head = replace(FAMILIES[MIXTRAL], trainer={"compute_loss_func": func})
-    with InFloat64():
-        found = step(head, "exact", 4, COEFFICIENT)
-        wanted = reference_step(replace(with_coefficient(head, 0.0), router=0.0), [head.samples])
-    assert found.error(wanted) <= TWIN
-
-
 def test_an_own_loss_function_may_add_the_models_own() -> None:
     def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         return COEFFICIENT * outputs["aux_loss"]
@@ -152,12 +138,6 @@ def test_the_pass_that_counts_is_run_only_where_it_is_needed() -> None:
     assert forwards("exact", 4, COEFFICIENT) == 4
     assert forwards("exact", 4, 0.0) == 2
     assert forwards("exact", 8, COEFFICIENT) == 1
-
-
-def test_the_convention_is_part_of_what_is_reported() -> None:
-    for convention in ("mean", "exact"):
-        step(FAMILIES[MIXTRAL], convention, 8, COEFFICIENT)
-    assert [run["router_loss"] for run in observations.recorded()] == ["mean", "exact"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.items import ZeroWeightBatch
-from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
 from hf_accum_fix.router.router_loss import Convention, Form, RouterLoss
 from tests.numerics.heads import HEADS, Batch, Head
@@ -113,18 +112,6 @@ def test_an_encoder_and_a_decoder_are_two_pools() -> None:
     assert apart(stock, whole) > 0.1
 
 
-def test_one_micro_batch_of_one_rank_is_left_to_the_library() -> None:
-    model, calls = MIXTRAL.build().train(), []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    router = RouterLoss(Convention.EXACT)
-    (whole,) = pieces(MIXTRAL, 32)
-    router.form = router.recognise(loss_of(model), whole, model, CPU)
-    assert len(calls) == 2
-    numbers = router.count(loss_of(model), [whole], model, CPU, 1)
-    assert len(calls) == 2 and len(numbers) == 5
-    assert len(router.count(loss_of(model), [whole], model, CPU, 2)) == 5 and len(calls) == 3
-
-
 # --- two passes alike --------------------------------------------------------------------------------------------
 
 
@@ -221,33 +208,3 @@ def test_a_form_is_told_by_what_it_does(
     form = recognised(model, inputs)
     assert form.recognised == told and bool(form.refusal) != told
     assert not told or form.pools[0].given == "probabilities"
-
-
-def test_switch_is_a_mean_over_samples_and_not_this_form() -> None:
-    head = HEADS["SwitchTransformersForConditionalGeneration"]
-    form = recognised(head.build().train(), head.batch(head.samples[:4]))
-    assert "is not called with a tuple of router outputs" in form.refusal and not form.recognised
-
-
-def test_without_a_coefficient_there_is_nothing_to_recognise() -> None:
-    model: Any = MIXTRAL.build().train()
-    model.router_aux_loss_coef = 0.0
-    form = recognised(model, pieces(MIXTRAL, 4)[0])
-    assert not form.recognised and not form.refusal
-
-
-def test_a_loss_without_targets_settles_nothing() -> None:
-    inputs = pieces(MIXTRAL, 4)[0]
-    form = recognised(MIXTRAL.build().train(), {**inputs, "labels": torch.full_like(inputs["labels"], -100)})
-    assert not form.settled
-
-
-def test_another_number_of_calls_is_refused() -> None:
-    model = MIXTRAL.build().train()
-    router = RouterLoss(Convention.EXACT)
-    window = pieces(MIXTRAL, 16)
-    router.form = router.recognise(loss_of(model), window[0], model, CPU)
-    with pytest.raises(ContractError, match="2 calls of"):
-        router.count(lambda inputs: loss_of(model)(inputs) + loss_of(model)(inputs), window, model, CPU, 1)
-    with pytest.raises(ContractError, match="0 calls of"):
-        router.count(lambda inputs: torch.zeros(()), window, model, CPU, 1)

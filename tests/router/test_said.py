@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.options import ROUTER_LOSSES
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.load_balancing import FUNCTION, LENDER
-from hf_accum_fix.router.router_loss import Convention
 from tests.logged import Said
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import contract_of
@@ -44,11 +41,6 @@ def test_families_of_another_form_stay_on_mean(name: str, said: Said) -> None:
     mean, exact = (step(head, convention, 4, 0.3) for convention in ("mean", "exact"))
     assert all(torch.equal(mean.change[name], exact.change[name]) for name in mean.change)
     assert len(said("stays the mean over micro-batches and ranks")) == contract_of(exact).has_router_loss
-
-
-def test_a_dense_model_says_nothing(said: Said) -> None:
-    trainer = step(HEADS["llama"], "exact", 2, 0.0).trainer
-    assert not said() and not trainer.__dict__[SESSION].router.form.pools
 
 
 def noisy() -> Head:
@@ -86,13 +78,6 @@ def test_logits_without_a_graph_are_said(said: Said) -> None:
 
     step(replace(MIXTRAL, build=build), "exact", 2, COEFFICIENT)
     assert len(said("a router's: set use_reentrant=False")) == 1
-
-
-def test_the_option_is_one_of_two() -> None:
-    with pytest.raises(OptionsError, match="'mean', 'exact'"):
-        hf_accum_fix.apply(router_loss="global")
-    assert hf_accum_fix.active_handle() is None
-    assert tuple(convention.value for convention in Convention) == ROUTER_LOSSES
 
 
 def test_a_loop_needs_a_convention_there_is() -> None:

@@ -125,7 +125,7 @@ MEAN, NUMBER, NUMBER_AND_Z, WEIGHTED, HIDDEN, HARD, WITH_DROPOUT, CHOSEN_BY_INPU
     ]
 )
 SHORT = (3, 3)
-CUTS = ((4, 2), (2, 4), (1, 8), SHORT)
+CUTS = ((2, 4), SHORT)
 
 EXACT = [
     Case("text-and-order", HEADS["bert-pretraining"], Ordered, cuts=CUTS),

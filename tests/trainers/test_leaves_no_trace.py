@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,18 +58,6 @@ class Metered(Changes):
         return loss / self.meter.count
 
 
-class Running(Changes):
-    """Divides by a running mean of its losses, a tensor of its own."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.running = torch.ones((), dtype=torch.float64)
-
-    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
-        self.running.mul_(0.9).add_(0.1 * loss.detach())
-        return loss / self.running
-
-
 class OfTheInstance(Ordered):
     """Its compute_loss is put on the object, and counts there."""
 
@@ -97,24 +83,9 @@ class CountsAsItPrepares(Ordered):
     def _prepare_inputs(self, inputs: Any) -> Any:
         prepared = super()._prepare_inputs(inputs)
         labels = prepared["labels"].clone()
-        labels[:, : 4 - self.prepared()] = -100
-        return {**prepared, "labels": labels}
-
-    def prepared(self) -> int:
         self.calls += 1
-        return self.calls
-
-
-class PreparesByItsMeter(CountsAsItPrepares):
-    """The same, with the count in an object of its own."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.meter = Meter()
-
-    def prepared(self) -> int:
-        self.meter.show(1.0)
-        return self.meter.count
+        labels[:, : 4 - self.calls] = -100
+        return {**prepared, "labels": labels}
 
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -130,17 +101,6 @@ class OwnGenerator(DropsKwargs):
     def logits(self, input_ids: Tensor) -> Tensor:
         logits = super().logits(input_ids)
         return logits + torch.rand(logits.shape[:1], generator=self.noise, dtype=logits.dtype)[:, None, None] * logits
-
-
-class OwnRandom(DropsKwargs):
-    """Draws from generators of Python and of NumPy that are its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chance, self.noise = random.Random(3), np.random.default_rng(4)
-
-    def logits(self, input_ids: Tensor) -> Tensor:
-        return super().logits(input_ids) * (1 + self.chance.random() + self.noise.random())
 
 
 class Taught(TokenModel):
@@ -180,40 +140,16 @@ class RelativeToTheFirst(Times):
         return 1 / self.first
 
 
-class WarmsUp(Times):
-    calls = 0
-
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        if self.training:
-            self.calls += 1
-        return min(1.0, self.calls / 8)
-
-
 class SparseBuffer(Times):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
 
 
-class InferenceBuffer(SparseBuffer):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.inference_mode():
-            self.graph = torch.ones(3)
-
-
 class QuantizedBuffer(SparseBuffer):
     def __init__(self) -> None:
         super().__init__()
         self.graph = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-
-
-class LazyBuffer(Times):
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        if "level" not in self._buffers:
-            self.register_buffer("level", torch.zeros((), dtype=torch.float64), persistent=False)
-        self.level += 1
-        return self.level
 
 
 class AverageByData(Times):
@@ -238,8 +174,7 @@ class ScriptsLate(TokenModel):
 
 
 MODELS = [
-    DropsKwargs, OwnGenerator, OwnRandom, Taught, RelativeToTheFirst, WarmsUp, SparseBuffer, InferenceBuffer,
-    QuantizedBuffer, LazyBuffer, AverageByData, ScriptsLate,
+    DropsKwargs, OwnGenerator, Taught, RelativeToTheFirst, SparseBuffer, QuantizedBuffer, AverageByData, ScriptsLate,
 ]  # fmt: skip
 LOGS = Case("logs-in-compute-loss", NUMBER, LogsInComputeLoss)
 METERED = Case("meter-in-compute-loss", NUMBER, Metered)
@@ -248,11 +183,8 @@ CASES = [
     Case("nothing-kept-number", NUMBER, Ordered),
     LOGS,
     METERED,
-    Case("meter-in-compute-loss-mean", of_texts(DropsKwargs), Metered),
-    Case("running-mean", NUMBER, Running),
     Case("compute-loss-of-the-instance", NUMBER, OfTheInstance),
     Case("counter-in-prepare-inputs", of_texts(DropsKwargs), CountsAsItPrepares),
-    Case("meter-in-prepare-inputs", of_texts(DropsKwargs), PreparesByItsMeter),
 ]
 
 
@@ -276,30 +208,3 @@ def test_what_a_trainer_notes_of_a_cut_batch_is_what_it_ran(case: Case) -> None:
     logged = sum("rows" in entry for entry in patched.history)
     noted = logged if case is LOGS else patched.trainer.meter.count
     assert noted == 4
-
-
-class Remembering(Ordered):
-    """Hands the model its own memory again, as releases with ``past_index`` do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.args.past_index = 1
-        self._past: Any = None
-        self.on_entering: list[Any] = []
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.on_entering.append(self._past)
-        return super().training_step(*args, **kwargs)
-
-
-class GivesMemory(TokenModel):
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        logits = self.logits(input_ids)
-        return shifted_cross_entropy(logits, labels), logits[:, -1]
-
-
-def test_observing_leaves_no_past_behind() -> None:
-    patched = run(Case("past", of_texts(GivesMemory), Remembering), (2, 4), "apply")
-    assert patched.raised is None
-    left_behind = patched.trainer.on_entering[0] is not None
-    assert not left_behind

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import Trainer
 
-import hf_accum_fix
-from hf_accum_fix.errors import AccumFixError, OptionsError
 from tests.numerics.heads import (
     HEADS,
     Batch,
@@ -29,18 +23,14 @@ from tests.numerics.heads import (
 )
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import applied, training_arguments
-from tests.trainers.custom import CLASSES, MLM, NUMBER, SumOverTheNumber
+from tests.trainers.custom import NUMBER
 from tests.trainers.runs import (
-    FLOOR,
-    PAIRS,
     SINGLES,
     WHOLE,
     Case,
     Cut,
     Ordered,
     full_batch,
-    of_logits,
     of_texts,
     owning,
     run,
@@ -75,7 +65,7 @@ class SmallMemory(DropsKwargs):
         return super().forward(input_ids, labels)
 
 
-@pytest.mark.parametrize("cut", [(4, 2), (4, 1), (8, 1)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
+@pytest.mark.parametrize("cut", [(4, 2), (4, 1)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
 def test_a_batch_size_is_found_where_memory_ends_in_training(cut: Cut) -> None:
     """Two samples of a micro-batch stay, and as many micro-batches as before."""
     steps = {"auto_find_batch_size": True}
@@ -132,12 +122,7 @@ def _with_unreadable(*places: int) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("head", [CLASSES, MLM, NUMBER], ids=lambda head: head.name)
-def test_a_step_that_leaves_micro_batches_out_is_stock_uncut(head: Head) -> None:
-    stocks_bits(Case("leaves-out", head, LeavesOut), (2, 1), steps=4, samples=head.samples, learning_rate=0.1)
-
-
-@pytest.mark.parametrize("places", [(0, 1), (2,), (14,), (0, 1, 2, 3, 4, 5, 6)], ids=str)
+@pytest.mark.parametrize("places", [(2,), (0, 1, 2, 3, 4, 5, 6)], ids=str)
 def test_a_step_that_forgives_is_stock_uncut(places: tuple[int, ...]) -> None:
     case = Case("forgiving", of_texts(Picky), Forgiving)
     stocks_bits(case, (2, 1), steps=8, samples=_with_unreadable(*places), learning_rate=0.1)
@@ -147,31 +132,23 @@ UNREADABLE = _with_unreadable(0, 4, 8, 9, 10)
 LEAVING_OUT = [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", of_texts(Picky), Forgiving)]
 
 
-@pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
 @pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
-def test_a_step_that_leaves_micro_batches_out_goes_on(case: Case, cut: Cut) -> None:
-    patched = run(case, cut, "apply", steps=2, samples=UNREADABLE, learning_rate=0.1)
+def test_a_step_that_leaves_micro_batches_out_goes_on(case: Case) -> None:
+    patched = run(case, SINGLES, "apply", steps=2, samples=UNREADABLE, learning_rate=0.1)
     assert patched.raised is None
 
 
-@pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
 @pytest.mark.parametrize(
     "case",
     [Case("leaves-out", NUMBER, LeavesOut), Case("forgiving", of_texts(PickyByNumber), Forgiving)],
     ids=lambda case: case.name,
 )
-def test_the_sum_of_what_is_left_is_over_the_number_as_in_stock(case: Case, cut: Cut) -> None:
+def test_the_sum_of_what_is_left_is_over_the_number_as_in_stock(case: Case) -> None:
     stock, patched = (
-        run(case, cut, path, steps=2, samples=UNREADABLE, learning_rate=0.1) for path in ("stock", "apply")
+        run(case, SINGLES, path, steps=2, samples=UNREADABLE, learning_rate=0.1) for path in ("stock", "apply")
     )
     ours = patched.error(stock.change)
     assert ours <= case.floor
-
-
-@pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
-def test_a_window_that_is_left_out_whole_goes_on(case: Case) -> None:
-    patched = run(case, (1, 1), "apply", steps=8, samples=_with_unreadable(0, 2, 3), learning_rate=0.1)
-    assert patched.raised is None
 
 
 # --- batches of other shapes --------------------------------------------------------------------------------------
@@ -207,11 +184,6 @@ class ThreePositions(TokenModel):
         assert position_ids.shape == (3, *input_ids.shape)
         hidden = self.embed(input_ids) + 0.01 * position_ids.sum(0)[..., None]
         return {"loss": shifted_cross_entropy(self.head(torch.tanh(self.mix(hidden))), labels)}
-
-
-def _nested(samples: Sequence[Sample]) -> Batch:
-    batch = collate(samples)
-    return {"text": {"input_ids": batch["input_ids"]}, "labels": batch["labels"]}
 
 
 def _nested_labels_first(samples: Sequence[Sample]) -> Batch:
@@ -268,51 +240,27 @@ def _positions(samples: Sequence[Sample]) -> Batch:
     return {**batch, "position_ids": torch.arange(width).expand(3, rows, width).clone()}
 
 
-def _ahead(**found: Any) -> Any:
-    """The same, before the tokens."""
-
-    def batch(samples: Sequence[Sample]) -> Batch:
-        return {**{key: make(samples) for key, make in found.items()}, **collate(samples)}
-
-    return batch
-
-
-def _arrays_of_objects(samples: Sequence[Sample]) -> Any:
-    return np.array([{"of": len(sample["labels"])} for sample in samples], dtype=object)
-
-
 SHAPES = {
-    "tuple-a-sample": _beside(each=lambda samples: [(i, "name") for i, _ in enumerate(samples)]),
-    "tuple-of-samples": _beside(each=lambda samples: tuple(str(i) for i, _ in enumerate(samples))),
-    "tuple-of-samples-ahead": _ahead(each=lambda samples: tuple(str(i) for i, _ in enumerate(samples))),
-    "array-a-sample": _beside(each=lambda samples: [np.ones(2) for _ in samples]),
-    "array-of-samples": _beside(each=lambda samples: np.ones((len(samples), 2))),
-    "array-of-objects": _beside(each=_arrays_of_objects),
     "tensors-of-any-size": _beside(each=lambda samples: [sample["input_ids"][None] for sample in samples]),
-    "number": _beside(rows=len),
-    "three-numbers": _beside(three=lambda samples: torch.tensor([0.1, 0.2, 0.3])),
     "three-numbers-in-a-list": _beside(three=lambda samples: [0.1, 0.2, 0.3]),
-    "three-numbers-in-a-tuple-ahead": _ahead(three=lambda samples: (0.1, 0.2, 0.3)),
-    "nested": _nested,
     "nested-labels-first": _nested_labels_first,
     "three-positions": _positions,
     "labels-in-a-list": _labels(list),
-    "labels-in-a-tuple": _labels(tuple),
     "labels-in-a-dict": lambda samples: {**collate(samples), "labels": {"of": collate(samples)["labels"]}},
     "inputs-and-targets": _inputs_and_targets,
     "all-pairs": _beside(alike=lambda samples: torch.eye(len(samples))),
     "sparse": _beside(each=lambda samples: torch.eye(len(samples)).to_sparse()),
 }
 MODELS = {
-    **dict.fromkeys(("nested", "nested-labels-first"), Nested),
-    **dict.fromkeys(("labels-in-a-list", "labels-in-a-tuple", "labels-in-a-dict"), LabelsOfAnyShape),
+    "nested-labels-first": Nested,
+    **dict.fromkeys(("labels-in-a-list", "labels-in-a-dict"), LabelsOfAnyShape),
     "three-positions": ThreePositions,
     "inputs-and-targets": InputsAndTargets,
     "all-pairs": AllPairs,
 }
 
 
-@pytest.mark.parametrize("cut", [(6, 1), (3, 2), (1, 6)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
+@pytest.mark.parametrize("cut", [(6, 1), (3, 2)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
 @pytest.mark.parametrize("name", SHAPES)
 def test_batches_of_any_shape_train(name: str, cut: Cut) -> None:
     """Six samples, as micro-batches of three rows are where three numbers look like rows."""
@@ -334,51 +282,18 @@ class OneAtATime(DropsKwargs):
         return super().logits(input_ids)
 
 
-class OneAtATimeByNumber(OneAtATime):
-    forward = UsesTensor.forward
-
-
 class MemoryForOne(OneAtATime):
     """Two samples do not fit, with or without gradient."""
 
     error = RuntimeError("CUDA out of memory.")
 
 
-@pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber, MemoryForOne])
+@pytest.mark.parametrize("model", [OneAtATime, MemoryForOne])
 def test_a_model_for_one_sample_at_a_time_trains(model: type[nn.Module]) -> None:
     finds = {"auto_find_batch_size": model is MemoryForOne}
     case = Case("one-at-a-time", of_texts(model), Ordered, arguments=finds)
     no_further_off(case, SINGLES, full_batch(Case("", of_texts(DropsKwargs), Ordered)))
     stocks_bits(case, (1, 1), steps=3, samples=text(), learning_rate=0.1)
-
-
-class Unlabelled(TokenModel):
-    """Predicts its own input where nobody labelled it; takes no further arguments."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
-        return self.mean(input_ids, input_ids if labels is None else labels)
-
-
-def _some_unlabelled(samples: Sequence[Sample]) -> Batch:
-    """No labels where the first sample has none."""
-    if "labels" not in samples[0]:
-        samples = [{key: value for key, value in sample.items() if key != "labels"} for sample in samples]
-    return collate(samples)
-
-
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["first-window", "second-window", "third-window"])
-@pytest.mark.parametrize("cut", [(2, 1), (2, 2)], ids=["2x1", "2x2"])
-def test_micro_batches_without_labels_train(cut: Cut, place: int) -> None:
-    window = cut[0] * cut[1]
-    samples = [dict(sample) for sample in (text() * 2)[: 3 * window]]
-    for sample in samples[place * window : place * window + 2]:
-        del sample["labels"]
-    case = Case("unlabelled", of_texts(Unlabelled, collate=_some_unlabelled), Ordered)
-    if cut[1] == 1:
-        stocks_bits(case, cut, steps=3, samples=samples, learning_rate=0.1)
-    else:
-        patched = run(case, cut, "apply", steps=3, samples=samples, learning_rate=0.1)
-        assert patched.refused or patched.raised is None
 
 
 # --- gradients inside of a forward, and what else cannot be run without them ------------------------------------------
@@ -438,12 +353,6 @@ def two_backwards(trainer: Any, base: Any, model: Any, inputs: Any, number: Any)
     return outputs["loss"] / 2, outputs
 
 
-def wants_gradient(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, True, number)
-    assert loss.requires_grad, "a frozen model cannot be trained"
-    return loss, outputs
-
-
 def _molecules() -> list[Sample]:
     g = torch.Generator().manual_seed(1)
     return [
@@ -461,7 +370,6 @@ WITH_GRADIENT = [
     Case("each-by-vmap", of_texts(EachByVmap), Ordered),
     Case("penalised", DROPS, owning(penalised)),
     Case("two-backwards", DROPS, owning(two_backwards)),
-    Case("wants-gradient", NUMBER, owning(wants_gradient)),
 ]
 
 
@@ -472,123 +380,3 @@ def test_what_needs_gradients_trains(case: Case) -> None:
     wanted = run(case, WHOLE, "stock").change
     for cut in case.cuts:
         no_further_off(case, cut, wanted)
-
-
-# --- data that are not copied ---------------------------------------------------------------------------------------
-
-
-class LooksAtItsData(SumOverTheNumber):
-    """Notes outside of itself whether the data it sees while it is observed are its own."""
-
-    data: Any = None
-    same: tuple[bool, ...] = ()
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        data = type(self).data
-        found: Any = self.train_dataset
-        type(self).same += (found is data, found[0] is data[0], found[0]["labels"] is data[0]["labels"])
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-def test_a_list_of_data_is_not_copied(tmp_path: Path) -> None:
-    samples = [{key: value.tolist() for key, value in sample.items()} for sample in text()]
-
-    def batch(listed: Sequence[Any]) -> Batch:
-        return collate([{key: torch.tensor(value) for key, value in sample.items()} for sample in listed])
-
-    for path in ("stock", "apply"):
-        LooksAtItsData.data, LooksAtItsData.same = samples, ()
-        with applied(path):
-            LooksAtItsData(
-                model=NUMBER.build(), args=training_arguments(tmp_path), train_dataset=samples, data_collator=batch
-            ).train()
-        assert len(LooksAtItsData.same) >= 3 * 4
-        assert all(LooksAtItsData.same), path
-
-
-# --- arguments and checkpoints ---------------------------------------------------------------------------------------
-
-
-def test_a_contract_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(OptionsError), hf_accum_fix.apply(contract="mean"):  # type: ignore[arg-type]
-        pass
-
-
-class OwnLoader:
-    """Gives micro-batches, has a length, and nothing else of torch's DataLoader."""
-
-    def __init__(self, samples: Sequence[Sample], rows: int) -> None:
-        self.samples, self.rows = samples, rows
-
-    def __len__(self) -> int:
-        return len(self.samples) // self.rows
-
-    def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, len(self.samples), self.rows):
-            yield collate(self.samples[start : start + self.rows])
-
-
-class LoadsItself(Ordered):
-    def get_train_dataloader(self) -> Any:
-        return OwnLoader(self.train_dataset, self.args.per_device_train_batch_size)
-
-
-@pytest.mark.parametrize("loads", [True, False], ids=["own-loader", "torchs-own"])
-def test_windows_are_not_dealt_from_a_loader_of_ones_own_by_surprise(loads: bool, tmp_path: Path) -> None:
-    """Dealt, left as they are, or refused by an error of ours: never an AttributeError."""
-
-    class LoadsByTorch(Ordered):
-        def get_train_dataloader(self) -> Any:
-            return DataLoader(self.train_dataset, batch_size=2, collate_fn=collate)
-
-    trainer: type[Trainer] = LoadsItself if loads else LoadsByTorch
-    case = Case("own-loader", DROPS, trainer)
-    with hf_accum_fix.apply(balance_windows=True):
-        made: Any = trainer(
-            model=DROPS.build(), args=training_arguments(tmp_path), train_dataset=text(), data_collator=collate
-        )
-        before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
-        try:
-            made.train()
-        except AccumFixError:
-            return
-    change = {name: p.detach() - before[name] for name, p in made.model.named_parameters()}
-    wanted = full_batch(case)
-    off = max(float((change[name] - wanted[name]).abs().max()) for name in wanted)
-    assert off <= FLOOR
-
-
-# --- what is said ---------------------------------------------------------------------------------------------------
-
-
-def test_uncut_nothing_is_said_of_micro_batches() -> None:
-    # It takes no number: uncut, the patch changes nothing.
-    root = of_logits(lambda logits, labels: F.cross_entropy(logits, labels).sqrt())
-    uncut, cut = (run(Case("pair-loss", CLASSES, root), each, "apply") for each in (WHOLE, PAIRS))
-    assert uncut.raised is None and cut.raised is None
-    assert not [message for message in uncut.warned if "plain mean over micro-batches" in message]
-    assert [message for message in cut.warned if "micro-batch" in message], "the same run, cut, has to be warned of"
-
-
-# --- verify ---------------------------------------------------------------------------------------------------------
-
-
-def over_the_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    logits = model(input_ids=inputs["input_ids"])["logits"]
-    return shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / number, {"logits": logits}
-
-
-def test_verify_tells_of_a_loss_that_cannot_do_without_the_number(tmp_path: Path) -> None:
-    """A verdict, be it that it could not tell, and no TypeError."""
-
-    class WithoutLabels(TokenModel):
-        def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-            return {"logits": self.logits(input_ids)}
-
-    trainer = owning(over_the_number)(
-        model=seeded(WithoutLabels)(),
-        args=training_arguments(tmp_path),
-        train_dataset=text(),
-        data_collator=collate,
-    )
-    assert hf_accum_fix.verify(trainer, splits=[(2, 4)]).verdict is not None

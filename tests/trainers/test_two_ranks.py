@@ -24,7 +24,7 @@ from tests.trainers import terms
 from tests.trainers.runs import FLOOR, Case, Cut, Run, full_batch, run
 
 #: Eight samples a step: of a micro-batch x micro-batches on each of two ranks.
-CUTS: tuple[Cut, ...] = ((2, 2), (1, 4))
+CUTS: tuple[Cut, ...] = ((1, 4),)
 
 
 WILD = ("swift-classes", "swift-dpo", "swift-classes-by-super", "divides-the-base", "without-the-number")

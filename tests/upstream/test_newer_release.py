@@ -100,15 +100,6 @@ def test_where_the_signatures_fit_it_is_applied_exact_and_marked_untested(tmp_pa
     assert answers["stock"] > 1 and answers["apply"] < 1e-12
 
 
-@ON_THE_NEWEST
-@pytest.mark.slow
-def test_a_build_that_is_no_release_is_never_called_unaffected(tmp_path: Path) -> None:
-    answers = ask(made_release(tmp_path, "99.0.0.dev0"))
-    assert answers["refused"] is None and answers["state"] == "applied"
-    assert "99.0.0.dev0" in answers["untested"]
-    assert "unknown" in answers["decisions"] and "not affected" not in answers["decisions"]
-
-
 @pytest.mark.slow
 def test_where_a_signature_does_not_fit_it_is_refused_and_left_alone(tmp_path: Path) -> None:
     answers = ask(made_release(tmp_path, "99.0.0", "window"))

@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from packaging.version import Version
 from torch import Tensor, nn
@@ -127,12 +126,6 @@ def test_training_refuses_what_an_object_lacks(row: Attribute, trainer: Any, mon
     assert getattr(trainer, "state", TrainerState()).global_step == 0
 
 
-def test_training_refuses_an_accelerator_that_holds_no_engine(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.DEEPSPEED)
-    with hf_accum_fix.apply(), pytest.raises(SeamError, match=r"without Accelerator\.deepspeed_engine_wrapped; "):
-        trainer.train()
-
-
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "static_graph"])
 def test_an_engine_that_hooks_the_backward_needs_a_torch_that_shows_shapes(
     engine: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
@@ -149,18 +142,6 @@ def test_an_engine_that_hooks_the_backward_needs_a_torch_that_shows_shapes(
     monkeypatch.setattr(torch, "__version__", "2.4.1")
     with pytest.raises(SeamError, match=rf"got torch 2\.4\.1 under {engine}; expected .* install torch>=2\.5"):
         require_accelerator(live)
-
-
-def test_the_zero_stage_is_asked_for_under_deepspeed_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate before 1.0 keeps it on the object, not on the class."""
-    monkeypatch.delattr(AcceleratorState, "deepspeed_plugin")
-    assert missing_from_classes() == () and require_accelerator(trainer.accelerator) == {}
-    trainer.accelerator.deepspeed_engine_wrapped = None
-    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.DEEPSPEED)
-    with pytest.raises(SeamError, match=r"without AcceleratorState\.deepspeed_plugin; .* use accelerate 0\.26\.0 to "):
-        require_accelerator(trainer.accelerator)
-    trainer.accelerator.state.deepspeed_plugin = None
-    require_accelerator(trainer.accelerator)
 
 
 def test_the_subclass_and_the_loop_refuse_the_same(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

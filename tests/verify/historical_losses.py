@@ -84,11 +84,6 @@ def _by_window(rows: Rows, window: Window) -> Tensor:
     return policy(rows) / share(window)
 
 
-def _trl_dapo_small_generation(rows: Rows, window: Window) -> Tensor:
-    # steps_per_generation = 1: num_items_in_batch spans the micro-batch alone.
-    return policy(rows) / tokens(rows)
-
-
 def _trl_liger(rows: Rows, window: Window) -> Tensor:
     per_sample = -(rows["logprobs"] * rows["advantages"] * rows["mask"]).sum(-1)
     return per_sample.sum() / rows["mask"].sum().clamp(min=1.0) / window.micro_batches
@@ -114,24 +109,6 @@ def _verl_critic_right(rows: Rows, window: Window) -> Tensor:
     return actor + 0.5 * critic
 
 
-def _distilled(rows: Rows) -> Tensor:
-    return (torch.exp(rows["teacher"]) * (rows["teacher"] - rows["logprobs"]) * rows["mask"]).sum()
-
-
-def _verl_distillation(rows: Rows, window: Window) -> Tensor:
-    distillation = _distilled(rows) / tokens(rows)
-    return distillation + policy(rows) / share(window)
-
-
-def _verl_distillation_right(rows: Rows, window: Window) -> Tensor:
-    distillation = _distilled(rows) / share(window)
-    return distillation + policy(rows) / share(window)
-
-
-def _verl_token_mean(rows: Rows, window: Window) -> Tensor:
-    return policy(rows) / tokens(rows) * len(rows["mask"]) / len(window.of_rank["mask"])
-
-
 def _nemo_nll(rows: Rows, window: Window) -> Tensor:
     loss = policy(rows) / share(window)
     correct = positive(rows)
@@ -145,28 +122,8 @@ def _nemo_nll_right(rows: Rows, window: Window) -> Tensor:
     return loss - 0.1 * (rows["logprobs"] * positive(rows)).sum() / positive(window.batch).sum() * window.ranks
 
 
-def _nemo_survivors(rows: Rows, window: Window) -> Tensor:
-    survives = rows["mask"] * (rows["teacher"].abs() < 1)
-    return (rows["logprobs"] * survives).sum() / survives.sum().clamp(min=1)
-
-
-def _nemo_survivors_right(rows: Rows, window: Window) -> Tensor:
-    survives = rows["mask"] * (rows["teacher"].abs() < 1)
-    every = window.batch["mask"] * (window.batch["teacher"].abs() < 1)
-    return (rows["logprobs"] * survives).sum() / every.sum() * window.ranks
-
-
 def _prime_rank(rows: Rows, window: Window) -> Tensor:
     return policy(rows) / max(float(tokens(window.of_rank)), 1.0)
-
-
-def _sky_mean_of_means(rows: Rows, window: Window) -> Tensor:
-    return (rows["logprobs"] * rows["advantages"] * rows["mask"]).sum() / tokens(rows)
-
-
-def _sky_right(rows: Rows, window: Window) -> Tensor:
-    scaled = rows["advantages"] * window.micro_batches / share(window)
-    return (rows["logprobs"] * scaled * rows["mask"]).sum()
 
 
 def _verl_geo_mean(rows: Rows, window: Window) -> Tensor:
@@ -183,18 +140,11 @@ _RANKS = {"ranks": (1, 2, 3)}
 _MEAN = {"over_micro_batches": "mean", **_RANKS}
 HISTORY = (
     History("huggingface/trl grpo_trainer.py 1.16.0, bnpo", _trl_bnpo, _by_window, "policy(rows) /", "a local", _RANKS),
-    History("huggingface/trl#6024", _trl_dapo_small_generation, _by_window, "policy(rows) /", "a local", _RANKS),
     History("huggingface/trl#5890", _trl_liger, _by_window, "per_sample.sum()", "a local", _RANKS),
     History("modelscope/ms-swift#10117", _swift_dapo, _swift_dapo_right, "policy(rows) /", "another constant", _MEAN),
     History("verl-project/verl#6957", _verl_critic, _verl_critic_right, "critic = ", "a local", _RANKS),
-    History(
-        "verl-project/verl#7200", _verl_distillation, _verl_distillation_right, "distillation = ", "a local", _RANKS
-    ),
-    History("verl-project/verl#5625", _verl_token_mean, _by_window, "policy(rows) /", "a local", _RANKS),
     History("verl-project/verl#5614", _verl_geo_mean, _verl_geo_mean_right, "torch.mean", "a local", _RANKS),
     History("NVIDIA-NeMo/RL#3791", _nemo_nll, _nemo_nll_right, "loss - 0.1", "a local", _RANKS),
-    History("NVIDIA-NeMo/RL#4242", _nemo_survivors, _nemo_survivors_right, "survives).sum()", "a local", _RANKS),
     # Right on one rank, wrong on two.
     History("PrimeIntellect-ai/prime-rl#2358", _prime_rank, _by_window, "policy(rows) /", "a local", {"ranks": (2, 3)}),
-    History("NovaSky-AI/SkyRL#1296", _sky_mean_of_means, _sky_right, "advantages", "a local", _MEAN),
 )

@@ -78,15 +78,6 @@ def test_one_gradient_beside_the_models_own(reference: str, tmp_path: Path) -> N
     assert 2 <= gradients < 2.5
 
 
-def test_of_an_adapted_model_the_adapter_alone_is_copied(tmp_path: Path) -> None:
-    """A model of any size: what is frozen is neither copied nor compared."""
-    trainer = small(Deep(adapted=True), tmp_path, data(4), per_device=1)
-    with Live() as live:
-        report = verify(trainer, splits=[1, 2, 4])
-    assert report.verdict.kind is Kind.EXACT
-    assert live.peak < 0.25 * LAYERS * LAYER_BYTES
-
-
 class Counted(Regression):
     """Tells how many samples it is run on, with or without gradient; of more than `most` its device is full."""
 

@@ -10,7 +10,6 @@ import pytest
 
 import hf_accum_fix
 from hf_accum_fix import Items, LossContract, Reduction
-from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import Options
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.logged import Said
@@ -60,13 +59,6 @@ def test_the_legacy_loop_too(tmp_path: Path) -> None:
     assert [evaluated("llama", tmp_path, size, cls=ItemMean, **LEGACY) for size in (1, 3)] == patched
 
 
-def test_it_is_off_by_default(tmp_path: Path) -> None:
-    stock = evaluated("llama", tmp_path, 2)
-    with hf_accum_fix.apply():
-        assert evaluated("llama", tmp_path, 2) == stock
-    assert evaluated("llama", tmp_path, 2, cls=GlobalBatchTrainer) == stock
-
-
 def test_a_loss_that_has_no_item_mean_is_left_with_a_warning(tmp_path: Path, said: Said) -> None:
     def loss() -> float:
         trainer = small(Regression(batch_norm=True), tmp_path, points(8), per_device_eval_batch_size=3)
@@ -76,8 +68,3 @@ def test_a_loss_that_has_no_item_mean_is_left_with_a_warning(tmp_path: Path, sai
     with hf_accum_fix.apply(eval_loss=True):
         assert loss() == stock
     assert len(said("eval_loss stays the Trainer's average")) == 1
-
-
-def test_no_bool_is_refused() -> None:
-    with pytest.raises(OptionsError, match="expected True or False"):
-        Options(eval_loss="yes")  # type: ignore[arg-type]

@@ -68,23 +68,6 @@ def test_it_leaves_nothing_anywhere(tmp_path: Path) -> None:
     assert trainer.meter.total == 0 and trainer.meter.held.tensors[0].tolist() == [0.0] * 2
 
 
-def popping(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Empties its samples, and shifts their targets in place."""
-    labels = torch.stack([row.pop("labels").add_(1.0) for row in rows])
-    return {"x": torch.stack([row.pop("x") for row in rows]), "labels": labels}
-
-
-@pytest.mark.slow
-def test_a_collator_that_changes_its_samples_gets_them_anew(tmp_path: Path) -> None:
-    samples = points(8)
-    trainer = small(Regression(), tmp_path, samples)
-    trainer.data_collator = popping
-    wanted = torch.stack([each["labels"] for each in samples])
-    report = verify(trainer)
-    assert report.verdict.kind is Kind.EXACT, report
-    assert torch.equal(torch.stack([each["labels"] for each in samples]), wanted)
-
-
 def losses(trainer: Any) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -142,13 +125,6 @@ def with_collator(output: Path) -> Any:
     return trainer
 
 
-def with_sampler(output: Path) -> Any:
-    trainer = plain(output)
-    sampler = torch.utils.data.RandomSampler(points(24), generator=torch.Generator().manual_seed(7))
-    trainer._get_train_sampler = lambda *_: sampler
-    return trainer
-
-
 def with_loader(output: Path) -> Any:
     """A dataloader of the user's own, which is the same each time."""
     trainer = plain(output)
@@ -156,13 +132,6 @@ def with_loader(output: Path) -> Any:
     loader = torch.utils.data.DataLoader(
         points(24), batch_size=2, shuffle=True, generator=generator, collate_fn=trainer.data_collator
     )
-    trainer.get_train_dataloader = lambda: loader
-    return trainer
-
-
-def with_cached_loader(output: Path) -> Any:
-    trainer = plain(output)
-    loader = Trainer.get_train_dataloader(trainer)
     trainer.get_train_dataloader = lambda: loader
     return trainer
 
@@ -180,7 +149,7 @@ def metered(output: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
-    [with_collator, with_sampler, with_loader, with_cached_loader, changing, metered],
+    [with_collator, with_loader, changing, metered],
     ids=lambda made: made.__name__,
 )
 def test_the_training_that_follows_is_the_one_without_it(made: Callable[[Path], Any], tmp_path: Path) -> None:

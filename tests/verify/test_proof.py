@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +15,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_accum_fix
-from hf_accum_fix.cli import main
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.engine_defects import engine_defects_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, hash_of, project, projections_of
@@ -29,7 +26,7 @@ from tests.cli.processes import environment, start
 from tests.ranks import on_ranks
 from tests.torchrun import torchrun
 from tests.verify import proof_script
-from tests.verify.trainers import Regression, small, trainer_of
+from tests.verify.trainers import Regression, small
 
 SCRIPT = Path(proof_script.__file__)
 
@@ -40,21 +37,6 @@ SCRIPT = Path(proof_script.__file__)
 def _vectors(count: int, size: int = 300) -> list[torch.Tensor]:
     draws = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=draws) for _ in range(count)]
-
-
-def test_distances_and_products_are_right_on_average() -> None:
-    one, other = _vectors(2)
-    both = [(project(str(n), one), project(str(n), other)) for n in range(200)]
-    ratios = [float((a - b).square().sum() / (one - other).square().sum()) for a, b in both]
-    assert statistics.mean(ratios) == pytest.approx(1, abs=0.05)
-    assert statistics.stdev(ratios) == pytest.approx(math.sqrt(2 / (ROWS * BUCKETS)), rel=0.2)
-
-
-def test_no_pair_of_elements_cancels() -> None:
-    for place in range(1, 2000):
-        pair = torch.zeros(2000)
-        pair[0] = pair[place] = 1.0
-        assert float(project("w", pair).square().sum()) > 0.4
 
 
 def test_the_numbers_are_the_same_in_every_release() -> None:
@@ -116,10 +98,8 @@ def test_the_same_is_the_same() -> None:
     [
         (_here(2.0), "2 times the proof's in every parameter (W)"),
         (_here(0.125), "0.125 times the proof's in every parameter (1 / (G x W))"),
-        (_here(1.001), "1.001 times the proof's in every parameter"),
         (_here(changed={4: 1.01}), "layer.4 (1.01 times) alone; the other 29 are right"),
         (_here(changed={4: 0.0, 8: 0.5}), "alone; the other 28 are right"),
-        (_here(changed={29: -1.0}), "layer.29 (-1 times) alone; the other 29 are right"),
         (_here(changed={at: 1 + 0.1 * at for at in range(30)}), "another direction"),
         (_here(gradient={**PROOF.gradient, "layer.0": 0 * PROOF.gradient["layer.0"]}), "layer.0 (0 times) alone"),
         (
@@ -138,13 +118,11 @@ def test_a_fault_is_described(here: Proof, words: str) -> None:
     ("what", "words"),
     [
         ({"samples": [1, 3]}, "other samples: 2 here, of which the proof's 2 lack 1;"),
-        ({"samples": [1]}, "other samples: 1 here, of which the proof's 2 lack 0;"),
         (
             {"parameters": {**_here().parameters, "layer.3": ([300], "float32", 8)}},
             "the initial weights differ: layer.3 of 30",
         ),
         ({"parameters": {**_here().parameters, "layer.3": ([301], "float32", 7)}}, "another model: layer.3"),
-        ({"parameters": {}}, "another model: layer.0, layer.1, layer.2 and 27 more"),
         ({"gradient": {**PROOF.gradient, "layer.0": torch.full((ROWS * BUCKETS,), math.nan)}}, "the gradient is nan"),
     ],
 )
@@ -167,25 +145,13 @@ def test_a_proof_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert str(judge(read, _here())) == str(judge(PROOF, _here()))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 2, "gradient": {"a": [1]}}'])
+@pytest.mark.parametrize("text", ["", '{"format": 2, "gradient": {"a": [1]}}'])
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(OptionsError, match="which is no proof"):
         Proof.load(tmp_path / "p.json")
     with pytest.raises(OptionsError, match="which is no proof"):
         Proof.load(tmp_path / "missing.json")
-
-
-def test_the_proof_of_7b_parameters_is_below_1_mb(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig())
-    names = {name: list(each.shape) for name, each in model.named_parameters()}
-    assert sum(math.prod(shape) for shape in names.values()) > 6e9
-    draws = torch.Generator().manual_seed(0)
-    gradient = {name: torch.randn(ROWS * BUCKETS, generator=draws, dtype=torch.float64) for name in names}
-    parameters = {name: (shape, "bfloat16", 2**64 - 1) for name, shape in names.items()}
-    _here(parameters=parameters, gradient=gradient, samples=[2**64 - 1] * 1024).save(tmp_path / "p.json")
-    assert (tmp_path / "p.json").stat().st_size < 1e6 / 2
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------
@@ -239,17 +205,6 @@ def test_other_precisions(dtype: str, tmp_path: Path) -> None:
         assert found.verdict.kind is Kind.OFF, f"{fault}: {found}"
 
 
-def test_a_parameter_that_no_loss_uses_is_no_fault(tmp_path: Path) -> None:
-    path, unused = tmp_path / "p.json", ["--fault", "unused"]
-    hf_accum_fix.verify(proof_script.trainer_of(unused), [8], with_apply=False, save=path)
-    assert hold_against(proof_script.trainer_of([*unused, "--size", "2", "--steps", "4"]), Proof.load(path))
-
-
-def test_other_weights_are_no_fault(saved: Path) -> None:
-    found = hold_against(proof_script.trainer_of(["--seed", "1"]), Proof.load(saved))
-    assert found.verdict.kind is Kind.COULD_NOT_TELL and "the initial weights differ" in str(found)
-
-
 def test_clipping_and_dropout_are_off(saved: Path) -> None:
     trainer = proof_script.trainer_of(["--size", "2", "--steps", "4"])
     trainer.args.max_grad_norm = 1e-3
@@ -257,20 +212,6 @@ def test_clipping_and_dropout_are_off(saved: Path) -> None:
     for layer in trainer.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     assert hold_against(trainer, Proof.load(saved))
-
-
-@pytest.mark.parametrize("cls", [Trainer, hf_accum_fix.GlobalBatchTrainer])
-def test_stock_and_this_package_against_one_proof(cls: type, tmp_path: Path) -> None:
-    """A head that drops the number: stock is G times too large."""
-    head, path = "bert-classes", tmp_path / "p.json"
-    made = trainer_of(head, tmp_path, per_device=8, accumulate=1)
-    assert hf_accum_fix.verify(made, [8], with_apply=False, save=path)
-    found = hold_against(trainer_of(head, tmp_path, cls=cls, per_device=2, accumulate=4), Proof.load(path))
-    if cls is Trainer:
-        assert "4 times the proof's in every parameter (G)" in found.verdict.words
-        with hf_accum_fix.apply(quiet=True):
-            found = hold_against(trainer_of(head, tmp_path, per_device=2, accumulate=4), Proof.load(path))
-    assert found, str(found)
 
 
 def test_a_random_collator_is_refused(tmp_path: Path) -> None:
@@ -359,12 +300,6 @@ def test_a_micro_batch_dropped_on_one_rank(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_against_float32(saved: Path) -> None:
-    code, answer, output = _against(saved, "--engine", "fsdp2", "--bf16", "--size", "2", "--steps", "2")
-    assert code == 0 and 1e-4 < answer["error"] < 0.02 and answer["side"]["layout"].endswith("bf16"), output
-
-
-@pytest.mark.slow
 def test_the_command_saves_and_holds_against(tmp_path: Path) -> None:
     command, proof = [sys.executable, "-m", "hf_accum_fix", "verify"], str(tmp_path / "proof.json")
     made = start([*command, "--save", proof, "--splits", "8x1", str(SCRIPT)], environment())
@@ -376,12 +311,3 @@ def test_the_command_saves_and_holds_against(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     none = start([*command, "--against", str(tmp_path / "other.json"), str(SCRIPT)], environment())
     assert none.returncode == 2 and "which is no proof" in none.stderr
-
-
-def test_what_against_has_no_use_for_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "p.json").write_text("{}")
-    for more in (["--splits", "2x2"], ["--windows", "2"], ["--step", "3"]):
-        assert main(["verify", "--against", str(tmp_path / "p.json"), *more, str(SCRIPT)]) == 2
-    assert "expected it alone" in capsys.readouterr().err
-    assert main(["verify", "--against", "missing.json", str(SCRIPT)]) == 2
-    assert "make one with --save" in capsys.readouterr().err

@@ -157,18 +157,6 @@ def test_stock_and_the_engine_are_told_apart(engine: str) -> None:
     assert later["ok"] and all(each["error"] < 1e-6 for each in later["results"]), later
 
 
-def with_other_weights(engine: str) -> list[str]:
-    """The verdict on a model with other weights on each rank."""
-    return [hf_accum_fix.verify(of(engine, "--seed", os.environ["RANK"]), SPLITS).verdict.words]
-
-
-@pytest.mark.parametrize("engine", engines("fsdp2", of=("fsdp2", "zero2", "zero3")))
-def test_the_first_ranks_weights_are_right(engine: str) -> None:
-    """DeepSpeed takes them on every rank; FSDP mixes them here, where its option to do so is off."""
-    one, other = on_ranks(with_other_weights, engine)
-    assert one == other and one[0].startswith("exact" if engine.startswith("zero") else "relative error"), one
-
-
 def unanswered() -> list[str]:
     """The verdicts on gradients without names, and on an engine that fails."""
     nameless = of("fsdp1")

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 
-import hf_accum_fix
 from hf_accum_fix import verify
-from hf_accum_fix.verification.report import Kind
 from tests.numerics.heads import before
 from tests.ranks import on_ranks
-from tests.router.conventions import FAMILIES
-from tests.verify.trainers import Contrastive, points, small, trainer_of
+from tests.verify.trainers import trainer_of
 
 pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
 
@@ -26,7 +23,6 @@ def reports_of(output: Path) -> dict[str, Any]:
         name: verify(trainer_of(name, output, **GLOO), with_apply=True).to_dict()
         for name in ("llama", "bert-classes", "bert-mlm", "mixtral", "lora")
     }
-    found["contrastive"] = verify(small(Contrastive(), output, points(8), **GLOO)).to_dict()
     trainer = trainer_of("llama", output, **GLOO)
     trainer.model_wrapped = trainer.model
     before = [parameter.clone() for parameter in trainer.model.parameters()]
@@ -70,32 +66,5 @@ def test_stock_is_explained_and_apply_is_exact(name: str, wanted: str, reports: 
     assert all(each["error"] < 1e-6 for each in fixed)
 
 
-def test_in_batch_negatives(reports: dict[str, Any]) -> None:
-    assert reports["contrastive"]["verdict"]["kind"] == "off"
-    assert "no split can equal the full batch" in reports["contrastive"]["verdict"]["words"]
-
-
 def test_the_training_that_follows_is_undisturbed(reports: dict[str, Any]) -> None:
     assert reports["trained"]["same"] and reports["trained"]["loss"] > 0
-
-
-# --- the convention of a router's loss in force is named; under "exact" a mixture of experts is called exact, too ---
-
-SAMPLES = FAMILIES["Mixtral"].samples[:8]
-WORDS = {
-    "mean": "the router's loss the mean over micro-batches and ranks, by convention",
-    "exact": "the router's loss of the whole global batch",
-}
-
-
-@pytest.mark.parametrize(
-    "convention", [each if each == "exact" else pytest.param(each, marks=pytest.mark.slow) for each in WORDS]
-)
-def test_the_convention_in_force_is_named(convention: str, tmp_path: Path) -> None:
-    with hf_accum_fix.apply(router_loss=convention):
-        report = verify(trainer_of("mixtral", tmp_path, samples=SAMPLES), splits=[(2, 4), (1, 8)])
-    assert report.verdict.kind is Kind.EXACT and WORDS[convention] in report.verdict.words
-    assert ("convention" in report.verdict.words) == (convention != "exact")
-    assert all(each.error is not None and each.error < 1e-6 for each in report.of("apply()"))
-    stock = report.of("stock")
-    assert all(each.verdict.kind is Kind.OFF and "aux loss times G" in each.verdict.words for each in stock)

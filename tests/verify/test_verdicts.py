@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_accum_fix import OptionsError, verify
-from hf_accum_fix.testing import assert_invariant
 from hf_accum_fix.verification.report import Kind
 from tests.numerics.heads import before
 from tests.trainings import computing
@@ -77,27 +75,6 @@ class Pairs(Regression):
         return {"loss": -nn.functional.logsigmoid(scores[:half] - scores[-half:]).mean(), "logits": scores}
 
 
-class Mixup(Regression):
-    """Mixes the samples of a batch at random, from three on."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        if len(x) > 2:
-            x = torch.lerp(x, x[torch.randperm(len(x))], 0.4)
-        return super().forward(x, labels)
-
-
-class Rarely(Regression):
-    """Leaves its hidden layer out at times: by a rate that no module holds, by one of its configuration, or neither."""
-
-    def __init__(self, rate: float = 0.0, configured: float = 0.0) -> None:
-        super().__init__()
-        self.rare, self.config = rate, SimpleNamespace(layerdrop=configured)
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        skipped = float(torch.rand(())) < max(self.rare, self.config.layerdrop)
-        return super().forward(torch.zeros_like(x) if skipped else x, labels)
-
-
 class OwnNoise(Regression):
     """Noise of a generator that no seed reaches."""
 
@@ -105,13 +82,6 @@ class OwnNoise(Regression):
         if not hasattr(self, "generator"):
             self.generator = torch.Generator().manual_seed(1)
         return super().forward(x + 0.5 * torch.randn(x.shape, generator=self.generator), labels)
-
-
-def noisy_gradients() -> nn.Module:
-    model = Regression()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: grad + torch.randn_like(grad))
-    return model
 
 
 class Half(Regression):
@@ -157,41 +127,12 @@ def flattened(samples: list[Any]) -> dict[str, Tensor]:
     return {"x": x, "labels": torch.zeros(len(samples), dtype=torch.long)}
 
 
-def noisy(samples: list[Any]) -> dict[str, Tensor]:
-    batch = flattened(samples)
-    return {**batch, "x": batch["x"] + torch.randn_like(batch["x"])}
-
-
-class Flattening:
-    """A loader that collates by itself, and whose collate_fn is None."""
-
-    collate_fn = None
-
-    def __init__(self, per_batch: int) -> None:
-        self.per_batch = per_batch
-
-    def __len__(self) -> int:
-        return 8 // self.per_batch
-
-    def __iter__(self) -> Iterator[Any]:
-        drawn = passages()
-        for at in range(0, 8, self.per_batch):
-            yield flattened(drawn[at : at + self.per_batch])
-
-
 class NoOutputs(Trainer):
     """As the trainers of TRL that sample: no outputs."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         if return_outputs:
             raise ValueError("The GRPOTrainer does not support returning outputs")
-        return model(**inputs)["loss"]
-
-
-class Bare(Trainer):
-    """Knows nothing of outputs."""
-
-    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
         return model(**inputs)["loss"]
 
 
@@ -239,7 +180,6 @@ def steps_of(trainer: Any) -> int:
     return trainer.args.gradient_accumulation_steps
 
 
-TimesG = times(steps_of)
 #: Its sums over a window leave the range of float32, which the full batch does not.
 OverflowsInAWindow = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else 3e37)
 #: Right in its first step.
@@ -266,13 +206,6 @@ class TimesThirteenTenths(Trainer):
         for parameter in self.model.parameters():
             parameter.grad.mul_(1.3)
         return loss
-
-
-class WithoutCollator(Trainer):
-    """Its loader collates."""
-
-    def get_train_dataloader(self) -> Any:
-        return Flattening(2)
 
 
 # --- the verdict on stock, its words, and the verdict on apply() ----------------------------------------------------
@@ -311,7 +244,6 @@ def row(
         row("fewer than a batch", of(Regression, points(5)), OFF, fixed=EXACT),
         # A gradient of zero is no proof.
         row("zero", of(lambda: Scaled(0.0)), UNKNOWN, "zero"),
-        row("zero times G", of(lambda: Scaled(0.0), cls=TimesG), UNKNOWN, "zero"),
         *(
             row(f"overflow of {factor}", of(lambda by=factor: Scaled(by).float(), in_float32()), UNKNOWN, "overflow",
                 splits=[1, 2])
@@ -322,14 +254,11 @@ def row(
         row("calls counted", of(Regression, cls=Counts), UNKNOWN, "random"),
         row("lists of rows", of(Regression, cls=OfRows, data_collator=list), OFF, "no split can equal", splits=[3]),
         row("pairs", of(Pairs), OFF, "no split can equal", marks=SLOW),
-        row("noisy gradients", of(noisy_gradients), UNKNOWN, "random", marks=SLOW),
-        row("mixup", of(Mixup), UNKNOWN, "random", marks=SLOW),
-        row("rare noise", of(lambda: Rarely(0.1)), UNKNOWN, "random", marks=SLOW),
         row("own generator", of(OwnNoise), UNKNOWN, "random", marks=SLOW),
         *(
             row(f"z {size}", of(lambda by=size: Tagger(penalty=by, by_number=True), tokens(RAGGED)), OFF,
                 "relative error", marks=SLOW)
-            for size in (1e-1, 1e-2, 1e-3)
+            for size in (1e-1, 1e-3)
         ),
         row("gradients scaled", of(Half, cls=TimesThirteenTenths), OFF, absent="rounding", marks=SLOW),
     ],
@@ -358,16 +287,12 @@ def test_what_is_not_exact_is_named(
 EXACT_ONES: dict[str, tuple[Make, list[int], dict[str, Any]]] = {
     "a stream that starts anew": (lambda output: small(Regression(), output, Rewindable(), max_steps=2), [2, 8], {}),
     "grouped rows": (of(Groups, passages(), data_collator=flattened), [1, 2, 8], {}),
-    "grouped rows, random": (of(Groups, passages(), data_collator=noisy), [1, 2, 8], {}),
-    "grouped rows of a loader without collate_fn": (of(Groups, passages(), cls=WithoutCollator), [1, 2, 8], {}),
     "no outputs": (of(Regression, cls=NoOutputs), [2, 8], {}),
-    "knows no outputs": (of(Regression, cls=Bare), [2, 8], {}),
     "sparse": (of(Sparse, SPARSE_SAMPLES, max_grad_norm=0.0), [2, 8], {"reference": "full"}),
-    "sparse, streamed": (of(Sparse, SPARSE_SAMPLES, max_grad_norm=0.0), [2, 8], {"reference": "streamed"}),
     # A right gradient is right whatever its size.
     **{
         f"times {factor}": (of(lambda by=factor: Scaled(by).float(), in_float32()), [1, 2], {})
-        for factor in (1e30, 1e-30, 1e36)
+        for factor in (1e-30, 1e36)
     },
 }
 
@@ -394,12 +319,8 @@ def streaming(folder: Path) -> Any:
 
 STREAMS: dict[str, Callable[[Path], Any]] = {
     "streaming": streaming,
-    "to_iterable_dataset": lambda _: Dataset.from_list(list(rows())).to_iterable_dataset(num_shards=2),
     "from_generator": lambda _: IterableDataset.from_generator(rows),
-    "shuffle": lambda folder: streaming(folder).shuffle(seed=3, buffer_size=5),
     "map": lambda folder: streaming(folder).map(lambda row: {"labels": row["labels"] * 2}),
-    "take": lambda folder: streaming(folder).take(12),
-    "filter and skip": lambda folder: streaming(folder).filter(lambda row: row["labels"] > -3).skip(1),
 }
 
 
@@ -426,23 +347,6 @@ def test_a_stream_that_cannot_is_refused_untouched_or_given_its_own_sample(tmp_p
     assert len(list(stream.rest)) == 20
 
 
-def test_fewer_samples_than_a_global_batch_are_noted(tmp_path: Path) -> None:
-    report = verify(small(Regression(), tmp_path, points(5)))
-    assert report.samples == (5,)
-    assert any("5 samples" in note and "fewer than the 8 requested" in note for note in report.notes)
-
-
-def test_one_sample(tmp_path: Path) -> None:
-    report = verify(small(Regression(), tmp_path, points(1)))
-    assert report.verdict.kind is Kind.EXACT and {each.split for each in report.results} == {"2 x 4 (1 of 4)", "1 x 1"}
-
-
-def test_a_loss_that_is_random_with_dropout_off(tmp_path: Path) -> None:
-    report = verify(small(Regression(noise=0.5), tmp_path, points(8)))
-    assert report.verdict.kind is Kind.COULD_NOT_TELL and "the loss is random" in report.verdict.words
-    assert not report.results
-
-
 def test_dropout_alone_is_turned_off_and_noted(tmp_path: Path) -> None:
     report = verify(small(Regression(dropout=0.5), tmp_path, points(8)), splits=[2, 8])
     assert report.verdict.kind is Kind.EXACT and "dropout was turned off for the comparison" in report.notes
@@ -455,34 +359,18 @@ def test_data_parallel(tmp_path: Path) -> None:
     assert report.verdict.kind is Kind.COULD_NOT_TELL and "DataParallel" in report.verdict.words
 
 
-def test_no_train_set_is_a_sentence(tmp_path: Path) -> None:
-    trainer = small(Regression(), tmp_path, None)
-    report = verify(trainer)
-    assert report.verdict.kind is Kind.COULD_NOT_TELL and "train_dataset" in report.verdict.words
-    assert verify(trainer, [2, 8], samples=points(8)).verdict_of("apply()").kind is Kind.EXACT
-
-
-@pytest.mark.parametrize("splits", [[(1000, 1000)], [(9, 1)], [9], [(4, 1)], [(0, 8)]])
+@pytest.mark.parametrize("splits", [[9], [(4, 1)], [(0, 8)]])
 def test_a_split_that_does_not_fit_is_an_error(splits: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="8 samples"):
         verify(small(Regression(), tmp_path, points(8)), splits=splits)
 
 
 @pytest.mark.slow
-def test_a_rate_of_layerdrop_in_the_configuration_is_turned_off_and_comes_back(tmp_path: Path) -> None:
-    model = Rarely(configured=0.5)
-    report = verify(small(model, tmp_path, points(8)))
-    assert report.verdict.kind is Kind.EXACT and model.config.layerdrop == 0.5
-    assert any("random numbers" in note for note in report.notes), report.notes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reference", ["full", "streamed"])
-def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(reference: str, tmp_path: Path) -> None:
+def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(tmp_path: Path) -> None:
     """Its own floor is one forward's: what 256 sums in bfloat16 lose is off, and is called by its name."""
     samples = [{**each, "labels": each["labels"] + 4} for each in points(256)]
     trainer = small(Half(), tmp_path, samples, per_device=1, accumulate=256)
-    report = verify(trainer, splits=[1, 64], reference=reference)
+    report = verify(trainer, splits=[1, 64])
     many, few = report.of("stock")
     assert many.error is not None and many.error > report.tolerance
     assert many.verdict.kind is Kind.OFF and "bfloat16" in many.verdict.words
@@ -491,18 +379,12 @@ def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(referenc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [1.3, 17 / 16, 2.0], ids=str)
+@pytest.mark.parametrize("factor", [17 / 16, 2.0], ids=str)
 def test_the_least_factor_is_detected_in_half_precision(factor: float, tmp_path: Path) -> None:
     scaled = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else factor)
     trainer = small(Half(), tmp_path, points(16), cls=scaled, per_device=1, accumulate=16)
     report = verify(trainer, splits=[1], with_apply=False)
     assert report.verdict.kind is not Kind.EXACT, report
-
-
-@pytest.mark.slow
-def test_only_uniform_counts_are_noted(tmp_path: Path) -> None:
-    report = verify(small(Tagger(), tmp_path, tokens((6,) * 24)), splits=[1, 2])
-    assert report.verdict.kind is Kind.EXACT and any("weigh" in note for note in report.notes), report.notes
 
 
 @pytest.mark.slow
@@ -515,22 +397,10 @@ def test_a_later_step_on_request(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
-def reads_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    """Divides the regularisation by the micro-batches of the window, which only a loop notes."""
-    outputs = model(**inputs)
-    return outputs["loss"] / trainer.current_gradient_accumulation_steps, outputs
-
-
 def needs_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     logits = model(**inputs)["logits"]
     summed = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
     return summed / number, logits
-
-
-@pytest.mark.slow
-def test_a_loss_that_reads_the_length_of_the_window(tmp_path: Path) -> None:
-    report = verify(small(Regression(), tmp_path, points(8), cls=computing(reads_steps, Trainer)), with_apply=False)
-    assert report.verdict.kind in (Kind.EXACT, Kind.OFF) and report.results
 
 
 @pytest.mark.slow
@@ -577,20 +447,3 @@ def test_the_first_line_is_about_the_users_own_split(tmp_path: Path) -> None:
     assert not report.ok and not report
     also = next(line for line in rest if line.startswith("also looked at"))
     assert "1 x 8" in also and "8x too large" in also
-
-
-@RELEASE
-def test_the_other_splits_do_not_decide(tmp_path: Path) -> None:
-    report = verify(small(Inflated(), tmp_path, points(8), per_device=8, accumulate=1))
-    assert report.ok and report and report.verdict.words == "exact at your 8 x 1"
-    lines = str(report).splitlines()
-    assert lines[0].startswith("exact at your 8 x 1")
-    assert any(line.startswith("also looked at: 8x too large at 1 x 8") for line in lines)
-    assert report.verdict_of("stock").kind is Kind.OFF
-    with pytest.raises(AssertionError, match="off, relative error"):
-        assert_invariant(small(Inflated(), tmp_path, points(8), per_device=8, accumulate=1))
-
-
-def test_could_not_tell_is_not_ok(tmp_path: Path) -> None:
-    report = verify(small(Scaled(0.0), tmp_path, points(8)))
-    assert not report.ok and str(report).splitlines()[0].startswith("could not tell")

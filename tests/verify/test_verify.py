@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hf_accum_fix.testing import assert_invariant, invariant
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from hf_accum_fix.verification.report import Kind, SplitResult, VerificationReport
 from tests.numerics.heads import before
-from tests.verify.trainers import Contrastive, Regression, points, small, trainer_of
+from tests.verify.trainers import Regression, points, small, trainer_of
 
 #: The cut 1 x 8, stock: the words and the defects; None: exact.
 AFFECTED: dict[str, tuple[str, tuple[str, ...]] | None] = {
@@ -77,23 +76,7 @@ CURRENT = pytest.mark.skipif(before("5.23"), reason="what the newest release doe
 
 
 @CURRENT
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("bert-mlm", "G times, and the mean of micro-batch means"),
-        ("gpt2-position-0", "N/(N + rows), position 0 counted"),
-        ("func-with-mean", "G times, and the mean of micro-batch means"),
-        ("lora", "G times, and the mean of micro-batch means"),
-    ],
-)
-def test_further_words(name: str, words: str, tmp_path: Path) -> None:
-    report = verify(trainer_of(name, tmp_path), splits=[1])
-    assert result(report, "stock", (1, 8)).verdict.words.endswith(words)
-    assert report.verdict_of("apply()").kind is Kind.EXACT
-
-
-@CURRENT
-@pytest.mark.parametrize("name", ["llama", "bert-mlm", "mixtral"])
+@pytest.mark.parametrize("name", ["bert-mlm", "mixtral"])
 def test_in_half_precision_the_floor_is_that_of_the_autocast(name: str, tmp_path: Path) -> None:
     """Of bfloat16's 8 bits a rounding is 4e-3; a model in float32 without autocast has 6e-8."""
     trainer = trainer_of(name, tmp_path, bf16=True)
@@ -104,7 +87,7 @@ def test_in_half_precision_the_floor_is_that_of_the_autocast(name: str, tmp_path
 
 
 @CURRENT
-@pytest.mark.parametrize("name", ["llama", "bert-mlm", "mixtral"])
+@pytest.mark.parametrize("name", ["bert-mlm", "mixtral"])
 def test_the_streamed_reference_is_the_full_one(name: str, tmp_path: Path) -> None:
     report = verify(trainer_of(name, tmp_path), splits=[(2, 4)], reference="streamed", with_apply=True)
     assert report.reference.startswith("streamed")
@@ -202,17 +185,6 @@ def test_a_run_after_it_is_bit_for_bit_the_run_without_it(cls: type | None, tmp_
 
 
 @CURRENT
-def test_between_two_trainings_the_optimizer_is_as_it_was(tmp_path: Path) -> None:
-    trainer = small(Regression(), tmp_path, points(16), optim="adamw_torch", learning_rate=1e-2)
-    trainer.train()
-    before_it = json.dumps({key: repr(value) for key, value in trainer.optimizer.state_dict().items()})
-    optimizer, scheduler, state = trainer.optimizer, trainer.lr_scheduler, trainer.state
-    assert verify(trainer).results
-    assert (trainer.optimizer, trainer.lr_scheduler, trainer.state) == (optimizer, scheduler, state)
-    assert json.dumps({key: repr(value) for key, value in trainer.optimizer.state_dict().items()}) == before_it
-
-
-@CURRENT
 def test_everything_comes_back_after_an_error(tmp_path: Path) -> None:
     class Fails(Regression):
         def forward(self, x: Any, labels: Any = None) -> Any:
@@ -228,17 +200,6 @@ def test_everything_comes_back_after_an_error(tmp_path: Path) -> None:
         verify(trainer)
     assert model.dropout.p == 0.2 and not hasattr(model, "seen") and torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@CURRENT
-def test_the_report_as_text_data_and_picture(tmp_path: Path) -> None:
-    report = verify(trainer_of("bert-classes", tmp_path, evaluated=points(0)), splits=[1])
-    text = " ".join(str(report).split())
-    assert "G times [classic-head-drops-item-count]" in text and str(report.verdict) in text
-    assert json.loads(json.dumps(report.to_dict()))["verdict"] == {"kind": "off", "words": report.verdict.words}
-    report.plot(tmp_path / "bars.png")
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
-    assert not report.verdict and not report.ok and not report.to_dict()["ok"]
 
 
 @CURRENT
@@ -261,14 +222,6 @@ def test_a_wrong_trainer_fails_with_the_report(tmp_path: Path) -> None:
         assert_invariant(trainer_of("bert-classes", tmp_path))
     with hf_accum_fix.apply():
         assert {each.mode for each in assert_invariant(trainer_of("bert-classes", tmp_path)).results} == {"apply()"}
-
-
-@CURRENT
-def test_could_not_tell_fails_too(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="could not tell"):
-        assert_invariant(trainer_of("bert-classes", tmp_path, samples=[]))
-    with pytest.raises(AssertionError, match="no split can equal"):
-        assert_invariant(small(Contrastive(), tmp_path, points(8)))
 
 
 @CURRENT
