@@ -61,6 +61,8 @@ class NoiseScaleReading:
 
     def __str__(self) -> str:
         """In words."""
+        if not math.isfinite(self.scale):
+            return f"no gradient above its noise in {self.windows} windows"
         return (
             f"noise scale {self.scale:,.0f} items (+- {self.error:.0%}, {self.windows} windows); a step of "
             f"{self.items:,.0f} achieves {self.gain:.0%} of one without noise"

@@ -10,17 +10,12 @@ import numpy
 import pytest
 
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
-from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
-
-
-def reading(loss: float) -> LossReading:
-    return LossReading((Moments(10, 100.0, 100 * loss),))
 
 
 def told(monitor: Any, losses: numpy.ndarray) -> list[int]:
     """Logs with an alarm."""
-    return [log for log, loss in enumerate(losses.tolist(), start=1) if monitor.judge(reading(loss)) is not None]
+    return [log for log, loss in enumerate(losses.tolist(), start=1) if monitor.add(loss) is not None]
 
 
 def noise(logs: int, size: float = 0.1, seed: int = 0, correlation: float = 0.0) -> numpy.ndarray:
