@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TextIO
 
 #: Seconds before anything is said, and from one saying to the next on a terminal and elsewhere.
@@ -73,10 +72,6 @@ class Progress:
             done.set()
             thread.join()
             self.end()
-
-    def read(self, path: Path, done: int, size: int) -> None:
-        """How much of a file has been read."""
-        self.say(f"reading {path.name!r}: {min(done / max(size, 1), 1):.0%} of {size / 2**20:,.0f} MiB")
 
     def end(self) -> None:
         """Take the line away."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-from pathlib import Path
 
 import pytest
 
@@ -26,17 +25,17 @@ def test_what_takes_longer_than_two_seconds_is_told(terminal: bool) -> None:
     progress = Progress(screen, lambda: now)
     for _ in range(19):
         now += 0.1
-        progress.read(Path("x" * 100), 0, 1)
+        progress.say("reading")
     assert not screen.getvalue()
     for place in range(200):
         now += 0.1
-        progress.read(Path("logs.jsonl"), place << 20, 200 << 20)
+        progress.say(f"reading {place} of 200")
     progress.end()
     told = screen.getvalue()
     if terminal:
-        assert "\n" not in told and 60 <= told.count("\rreading 'logs.jsonl': ") <= 100 and told.endswith(" \r")
+        assert "\n" not in told and 60 <= told.count("\rreading ") <= 100 and told.endswith(" \r")
     else:
-        assert "\r" not in told and told.count("reading 'logs.jsonl': ") == 2
+        assert "\r" not in told and told.count("reading ") == 2
     assert max(map(len, told.replace("\r", "\n").splitlines())) < 80
 
 
