@@ -36,6 +36,8 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: Prints, and leaves nothing.
 WITHOUT_FOLDER = ("shuffled_labels",)
+#: They take minutes.
+LONG = ("sample_shards", "window_speed")
 #: Steps of a short run, and the alarm that it has to end with, by the fault.
 FAULTS = {
     "data": (400, "rank-loss-1"),
@@ -51,7 +53,9 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(before("5.23"), reason="they are run with the newest release")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.thorough if each in LONG else ()) for each in RUNS]
+)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     arguments, left = RUNS[name]
     output = tmp_path / "out"
