@@ -262,7 +262,6 @@ REDUCED_IN = {
     "ddp-float16": ["float16"],
     "ddp-reduces-float32": ["bfloat16", "in_float32"],
     "fsdp2-reduces-float32": ["float32"],
-    "ddp-unused": [],
 }
 
 
