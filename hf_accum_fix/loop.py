@@ -127,7 +127,10 @@ class AccumulationWindow:
         """
         model = loss_of if isinstance(loss_of, nn.Module) else self._model
         if model is None:
-            raise SeamError("got loss() of a function outside micro_batch(); expected it inside, to know the model")
+            raise SeamError(
+                "got loss() of a function outside micro_batch(); expected it inside, where its model is known; enter "
+                "micro_batch(model) first"
+            )
         host, window = self._host, self._counted(model, loss_of)
         part, batch = window.part, self._as_its_own(batch)
         contract = part.contract

@@ -201,7 +201,7 @@ class _MicroBatch:
             # Heads with lists of targets divide by at least 1.
             seen = seen if float(rule.count(self.inputs)) else 0.0
         elif not is_function and spec.counts:
-            seen = self._clamped(seen, found, planned, rule, known=items is not None)
+            seen = self._clamped(seen, found, planned, rule, spec.ratio, known=items is not None)
         if term.rows and self.counts and differ(seen, planned):
             self.part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
@@ -211,11 +211,12 @@ class _MicroBatch:
         return seen, divisor
 
     def _clamped(
-        self, seen: Number, found: Sequence[Term], planned: Number, rule: Items | None, *, known: bool
+        self, seen: Number, found: Sequence[Term], planned: Number, rule: Items | None, ratio: float, *, known: bool
     ) -> Tensor:
         """The items of a custom mean, whose divisor of at least 1 counts none where it is 1.
 
-        ``rule``: has planned them; ``known``: they were counted, by a rule or by forwards.
+        ``rule``: has planned them, ``ratio`` for each that it counts; ``known``: they were counted, by a rule or by
+        forwards.
         """
         term, device = found[0], self.loss.device
         values = [each for each in (_value(each, self.values) for each in found) if each is not None]
@@ -225,8 +226,10 @@ class _MicroBatch:
         if rule is not None:
             of_rule = torch.as_tensor(planned, device=device)
             if is_one:
-                # Labels may be masked once a window was counted; samples without a target are counted by no rule.
-                of_rule = rule.count(self.inputs)
+                if rule.has_targets(self.inputs):
+                    # Labels may be masked once a window was counted.
+                    of_rule = rule.count(self.inputs) * ratio
+                # Samples without a target are counted by no rule.
                 doubt = bool(nothing) if not rule.marks else not (has_value or bool(of_rule) or bool(nothing))
             nothing = (of_rule == 0) | (nothing & (of_rule != 1))
         elif is_one:

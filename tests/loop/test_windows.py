@@ -308,7 +308,7 @@ def test_a_micro_batch_too_many() -> None:
 
 def test_a_loss_of_ones_own_needs_its_model() -> None:
     window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=1)))
-    with pytest.raises(SeamError, match="to know the model"):
+    with pytest.raises(SeamError, match="where its model is known"):
         window.loss(squares, {"x": torch.ones(1)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hf_accum_fix
 from tests.numerics.heads import (
     HEADS,
     Batch,
@@ -23,6 +25,7 @@ from tests.numerics.heads import (
 )
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
+from tests.numerics.parity import training_arguments
 from tests.trainers.custom import NUMBER
 from tests.trainers.runs import (
     SINGLES,
@@ -380,3 +383,34 @@ def test_what_needs_gradients_trains(case: Case) -> None:
     wanted = run(case, WHOLE, "stock").change
     for cut in case.cuts:
         no_further_off(case, cut, wanted)
+
+
+class PopsLabels(Ordered):
+    """Keeps its labels from ``compute_loss``, whose divisor of at least 1 is 1 in a micro-batch without a target."""
+
+    kept: Any = None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.kept = inputs.pop("labels")
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.get("labels", self.kept)
+        loss = (model(x=inputs["x"]).relu() * (labels != -100)).sum() / (labels != -100).sum().clamp(min=1)
+        return (loss, {}) if return_outputs else loss
+
+
+def test_a_forward_without_the_labels_that_were_counted_ends_no_training(tmp_path: Path) -> None:
+    class OneNumber(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1).double()
+
+        def forward(self, x: Tensor, labels: Any = None) -> Tensor:
+            return self.layer(x)[:, 0]  # type: ignore[no-any-return]
+
+    x = torch.randn(32, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data = [{"x": row, "labels": torch.tensor(1 if place % 3 else -100)} for place, row in enumerate(x)]
+    with hf_accum_fix.apply():
+        args = training_arguments(tmp_path, 2, 4, max_steps=3, remove_unused_columns=False)
+        assert PopsLabels(model=OneNumber(), args=args, train_dataset=data).train().global_step == 3
