@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_accum_fix.core import host
+from hf_accum_fix.engines import sample_shards
 from tests.backends import sequence_parallel as cut
 from tests.ranks import RankFailedError, on_ranks, selected
 
@@ -98,7 +98,7 @@ def unmeasured(case: str) -> tuple[cut.Cut, cut.Cut]:
     """A training whose engine cannot be measured, and stock's."""
     ranks, stage, split = CASES[case]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "measured_divisor", lambda *_: 1 / 0)
+        patch.setattr(sample_shards, "measured_divisor", lambda *_: 1 / 0)
         ours = cut.under_ulysses(stage, ranks, split, "apply")
     return ours, cut.under_ulysses(stage, ranks, split, "stock")
 
