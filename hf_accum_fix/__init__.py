@@ -26,9 +26,9 @@ from hf_accum_fix.errors import (
 from hf_accum_fix.options import BalanceOptions, Options
 
 if TYPE_CHECKING:
-    from hf_accum_fix.accumulation.contract import LossContract, Reduction
-    from hf_accum_fix.accumulation.items import Items
+    from hf_accum_fix.counting.items import Items
     from hf_accum_fix.data.balancing import Dealer
+    from hf_accum_fix.learning.contract import LossContract, Reduction
     from hf_accum_fix.loop import AccumulationWindow, AccumulationWindows, accumulation_windows
     from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
     from hf_accum_fix.verification.report import VerificationReport
@@ -74,9 +74,9 @@ _LAZY = {
     "GlobalBatchMixin": "hf_accum_fix.trainer",
     "GlobalBatchSeq2SeqTrainer": "hf_accum_fix.trainer",
     "GlobalBatchTrainer": "hf_accum_fix.trainer",
-    "Items": "hf_accum_fix.accumulation.items",
-    "LossContract": "hf_accum_fix.accumulation.contract",
-    "Reduction": "hf_accum_fix.accumulation.contract",
+    "Items": "hf_accum_fix.counting.items",
+    "LossContract": "hf_accum_fix.learning.contract",
+    "Reduction": "hf_accum_fix.learning.contract",
     "accumulation_windows": "hf_accum_fix.loop",
     "VerificationReport": "hf_accum_fix.verification.report",
     "verify": "hf_accum_fix.verification.verify",

@@ -1,6 +1,6 @@
 """The errors of this package. Each message has what it got, what it expected and what to do.
 
-Every warning and error is listed, with what it means and what to do, in ``hf_accum_fix/core/README.md``.
+Every warning and error is listed, with what it means and what to do, in ``hf_accum_fix/window/README.md``.
 
 These end a training, and nothing else of this package does:
 
@@ -10,7 +10,7 @@ These end a training, and nothing else of this package does:
     ContractError                                 a contract or option that does not fit the loss; the loss is missing
     RankError                                     going on would hang: another rank failed, or has other micro-batches
 
-Whatever else fails while a loss is looked at is contained (`core.host.Host.contained`): the training goes on as
+Whatever else fails while a loss is looked at is contained (`window.host.Host.contained`): the training goes on as
 stock's, with one warning, and is reported as not exact.
 """
 

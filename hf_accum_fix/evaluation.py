@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, sample_count
-from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.counting.items import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.data.duplicates import LastRound
+from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 
@@ -43,7 +43,7 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
         if reason:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
-        rule, own_func, compute_loss = contract.items, session.func is not None, trainer.compute_loss
+        rule, own_func, compute_loss = contract.items, session.source.func is not None, trainer.compute_loss
         assert rule is not None
         # A head without a number returns the mean over its own items.
         number = {"num_items_in_batch": rule.count(inputs, device)} if own_func else {}
@@ -69,7 +69,7 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
 
     with overridden(trainer, "prediction_step", prediction_step):
         output = wrapped(*args, **kwargs)
-    total, items = session.summed(sums) if session.world_size > 1 else sums
+    total, items = session.summed(sums) if session.world.size > 1 else sums
     # The fifth argument in every release.
     name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
     if refused:
@@ -82,7 +82,7 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
 def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContract, str]:
     """How the loss of a batch is reduced, and why it has no mean over items; empty: it has."""
     contract = session.contract
-    if contract is None or session.world_size == 1:
+    if contract is None or session.world.size == 1:
         contract = session.settled([inputs])
     if session.labels_of(inputs) != session.state.loss.labels:
         return contract, "its batches have other labels than those the loss was observed on"
@@ -116,8 +116,8 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     session: Session = vars(trainer)[SESSION]
     contract, number, custom = session.contract, None, compute_loss_of(trainer)
     assert contract is not None
-    if contract.items is not None and (session.func is not None if custom is None else contract.by_number):
-        times = session.data_ranks if contract.takes_world_size else 1
-        number = contract.as_number(contract.items.count(inputs, session.device)) * times
+    if contract.items is not None and (session.source.func is not None if custom is None else contract.by_number):
+        times = session.world.data_ranks if contract.takes_world_size else 1
+        number = contract.as_number(contract.items.count(inputs, session.world.device)) * times
     with trainer.accelerator.autocast():
         return session.loss_in_training(model, inputs, number, **({} if custom is None else {"return_outputs": True}))

@@ -29,23 +29,22 @@ import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
-from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.scaling import run_by_rule
-from hf_accum_fix.accumulation.values import capture
-from hf_accum_fix.accumulation.weigh import Weighed
 from hf_accum_fix.confirmation import confirm_loop
-from hf_accum_fix.core.loop_host import Batch, LoopHost, LossOf
-from hf_accum_fix.core.window import Window
+from hf_accum_fix.counting.items import ZeroWeightBatch, count_dtype
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.delivered import adding
 from hf_accum_fix.engines.engine import engine_divisor, reducing
 from hf_accum_fix.engines.sample_shards import axis_size, check_shards
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
+from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.options import options_from, shows_options
+from hf_accum_fix.reading.values import capture
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_accelerator
+from hf_accum_fix.weighing.by_rule import run_by_rule
+from hf_accum_fix.weighing.weigh import Weighed
+from hf_accum_fix.window.loop_host import Batch, LoopHost, LossOf
+from hf_accum_fix.window.window import Window
 
 __all__ = ["AccumulationWindow", "AccumulationWindows", "accumulation_windows"]
 
@@ -95,7 +94,7 @@ class AccumulationWindow:
             host.attention(model, self.batches[self._begun - 1]),
             self._engine_noted(),
             reducing(host.accelerator, model, last=last),
-            adding(host, model, len(self), self._begun),
+            host.delivery.micro_batch(host, model, len(self), self._begun),
         ):
             yield
             if host.accelerator is not None and host.accelerator.sync_gradients != last:
@@ -137,7 +136,7 @@ class AccumulationWindow:
         inputs = batch if host.coupled is None else host.coupled.inputs(batch)
         with host.around_forward(max(self._begun - 1, 0)):
             if contract.is_read:
-                with capture(contract, host.bare(model)) as captured:
+                with capture(host.bare(model), **contract.captures) as captured:
                     loss, _ = host.forward(model, inputs, part.number if contract.hands_number else None)
                 weigh = partial(window.weigh, loss, batch, captured, batch)
                 found = host.contained("weighting the loss of a micro-batch", weigh, None)
@@ -161,16 +160,16 @@ class AccumulationWindow:
         if self._window is None or self._window.value is None:
             raise SeamError("got mean_loss() before any loss of this window; call it after loss()")
         loss = self._window.value
-        return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world_size
+        return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world.size
 
     def _added(self, window: Window, weighed: Weighed) -> Tensor:
         """A loss for backward, added to the window's."""
         host, contract = self._host, self._host.contract
         if contract is not None and host.state.loss.is_settled and not host.state.recorded:
             host.contained("reporting a loss", partial(host.record, contract, len(self)), None)
-            logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world_size)
+            logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world.size)
         window.add(weighed.value)
-        over_ranks = 1.0 if host.state.aside or host.over_ranks is None else host.over_ranks
+        over_ranks = 1.0 if host.state.aside or host.world.over_ranks is None else host.world.over_ranks
         loss = weighed.loss if over_ranks == 1.0 else weighed.loss * over_ranks
         if host.accelerator is not None and loss.requires_grad:
             loss.register_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
@@ -222,7 +221,7 @@ class AccumulationWindows:
 
     def __init__(self, dataloader: Iterable[Batch], host: LoopHost) -> None:
         self._dataloader, self._host = dataloader, host
-        if host.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
+        if host.world.size > 1 and isinstance(dataloader, DataLoaderStateMixin):
             self._dataloader = WithoutDuplicates(dataloader, host.options.drop_duplicates, host.warn_repeated)
             self._dataloader.check()
 
@@ -234,7 +233,7 @@ class AccumulationWindows:
     @property
     def world_size(self) -> int:
         """W, data-parallel ranks."""
-        return self._host.world_size
+        return self._host.world.size
 
     @property
     def steps(self) -> int:
@@ -271,7 +270,7 @@ class AccumulationWindows:
                 with host.cut(fetched):
                     yield window
             finally:
-                host.gradient.drop()
+                host.delivery.gradient.drop()
             if window._begun < len(window):
                 raise SeamError(
                     f"got {window._begun} of the {len(window)} micro-batches of a window inside micro_batch(); "

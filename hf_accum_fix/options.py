@@ -12,7 +12,7 @@ from hf_accum_fix.errors import OptionsError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hf_accum_fix.accumulation.contract import LossContract
+    from hf_accum_fix.learning.contract import LossContract
 
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 

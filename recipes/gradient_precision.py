@@ -80,7 +80,7 @@ class Calls(TorchDispatchMode):
 def held(model: nn.Module, windows: Any) -> int:
     """Bytes of gradients and of their sums, each storage once."""
     tensors = [each.grad for each in model.parameters()]
-    for summed in windows._host.gradient._sums.values():
+    for summed in windows._host.delivery.gradient._sums.values():
         tensors += [each for each in vars(summed).values() if isinstance(each, Tensor)]
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if each is not None

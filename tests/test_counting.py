@@ -1,4 +1,4 @@
-"""One contract from window to window, as `core.contracts.settle` takes it; what it is made of is in accumulation/."""
+"""One contract from window to window, as `window.settle.settle` takes it; what it is made of is in accumulation/."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import Setting
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.core.contracts import settle
-from hf_accum_fix.core.loop_host import LoopHost
-from hf_accum_fix.core.state import ATTEMPTS
-from hf_accum_fix.core.window import Window, open_window
+from hf_accum_fix.counting.items import Items
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.contract import NO_TARGET_SEEN, LossContract, Reduction, TermSpec
+from hf_accum_fix.learning.look import Setting
 from hf_accum_fix.options import Options
+from hf_accum_fix.weighing.part import Part
+from hf_accum_fix.window.loop_host import LoopHost
+from hf_accum_fix.window.settle import settle
+from hf_accum_fix.window.state import ATTEMPTS
+from hf_accum_fix.window.window import Window, open_window
 
 MEAN = LossContract(Reduction.MEAN, Items(("labels",)), reason="its graph divides NllLossBackward0 by them")
 ZERO = replace(MEAN, conclusive=False, reason="the loss of samples with targets is zero")
@@ -62,7 +62,7 @@ def test_a_loss_that_may_change_is_observed_again_where_all_ranks_hear_of_it(
     """The collective by which they would is read on the CPU only."""
     host = Told()
     settled_in(host, [BATCH, BATCH], replace(MEAN, terms=(TermSpec(("NllLossBackward0", True)),)))
-    host.world_size, host.device = ranks, torch.device(device)
+    host.world.size, host.world.device = ranks, torch.device(device)
     assert host.contract is not None
     Window(host, [], Part(host.contract, {Items(): host.zero}, 2, ranks)).close(nn.Linear(1, 1))
     assert host.state.loss.reconsiders is again

@@ -16,18 +16,18 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.core.contracts import check_alike
-from hf_accum_fix.core.count import count_window
+from hf_accum_fix.counting.items import Items
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
+from hf_accum_fix.learning.agreement import agree
+from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import training
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.window.count import count_window
+from hf_accum_fix.window.settle import check_alike
 from tests.cli.processes import python
 from tests.logged import Said
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy

@@ -19,7 +19,7 @@ from hf_accum_fix.upstream.seams import TESTED_RELEASES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_accum_fix"
-ROOMS = ("accumulation", "cli", "core", "data", "monitor", "router", "upstream", "verification")
+ROOMS = ("cli", "data", "learning", "monitor", "router", "upstream", "verification", "window")
 PAGES = {
     page: (ROOT / page).read_text(encoding="utf-8")
     for page in (

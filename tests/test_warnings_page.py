@@ -1,4 +1,4 @@
-"""Every warning and error stands on hf_accum_fix/core/README.md, with what to do."""
+"""Every warning and error stands on hf_accum_fix/window/README.md, with what to do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_accum_fix import errors
 from hf_accum_fix.monitor.series import LogsError
 
 PACKAGE = Path(errors.__file__).parent
-PAGE = PACKAGE / "core/README.md"
+PAGE = PACKAGE / "window/README.md"
 
 #: Where a sentence is one of a warning, an error or a log line. Elsewhere only what is passed to `SAYS` is.
 MESSAGES = (
-    *("accumulation", "core", "data", "engines", "overrides", "router"),
+    *("counting", "reading", "trace", "learning", "weighing", "window", "overrides", "data", "engines", "router"),
     *("applying.py", "confirmation.py", "errors.py", "loop.py", "options.py", "trainer.py"),
     *("upstream/plan.py", "upstream/patchers.py", "upstream/presence.py"),
 )

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_accum_fix.accumulation.items import sample_count
-from hf_accum_fix.accumulation.join import Split, splits
-from hf_accum_fix.accumulation.look import LossRun, out_of_memory
-from hf_accum_fix.accumulation.preserve import WithoutNoise, random_states
+from hf_accum_fix.counting.items import sample_count
 from hf_accum_fix.coupled.cuts import nearest_to_the_loss, nodes_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
+from hf_accum_fix.learning.join import Split, splits
+from hf_accum_fix.learning.look import LossRun, out_of_memory
+from hf_accum_fix.trace.preserve import WithoutNoise, random_states
 
 #: Relative difference that rounding explains, by bytes of a number (convolutions in TF32); of products in halves.
 _TOLERANCE, _OF_HALVES = {8: 1e-9, 4: 5e-3}, 5e-2

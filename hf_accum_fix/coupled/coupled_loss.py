@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import holds_shards, is_compiled
-from hf_accum_fix.accumulation.items import sample_count
-from hf_accum_fix.accumulation.look import LossRun
-from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.core.host import Host
+from hf_accum_fix.counting.items import sample_count
 from hf_accum_fix.coupled.accept import WithoutCollectives, accepted, varying
 from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import Key, WholeWindow, kind_of
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import AccumFixError, ContractError, UnsupportedSetupError
+from hf_accum_fix.learning.contract import LossContract, Reduction
+from hf_accum_fix.learning.look import LossRun
 from hf_accum_fix.options import Options
+from hf_accum_fix.reading.model import holds_shards, is_compiled
+from hf_accum_fix.trace.preserve import preserved_state
 
 #: How the loss is reduced then.
 CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of all samples of a step")
@@ -51,9 +51,9 @@ class CoupledLoss(WholeWindow):
         self._varied: dict[str, set[str]] = {}
         self._vectors: dict[Key, float] = {}
 
-    def open(self, host: Host, batches: Sequence[Any]) -> None:
+    def open(self, host: Training, batches: Sequence[Any]) -> None:
         """Run a window once without gradient, and keep its vectors; the first that is cut is tried, or refused."""
-        self.ranks = host.data_ranks if self._convention == "exact" else 1
+        self.ranks = host.world.data_ranks if self._convention == "exact" else 1
         self._say_differences(host)
         error, why = None, ""
         try:
@@ -66,7 +66,7 @@ class CoupledLoss(WholeWindow):
             error, why = (None, str(caught)) if self._trains and isinstance(caught, AccumFixError) else (caught, "")
         self._gather(host, error, why)
 
-    def _collect(self, host: Host, run: LossRun, batches: Sequence[Any]) -> None:
+    def _collect(self, host: Training, run: LossRun, batches: Sequence[Any]) -> None:
         sharded = holds_shards(run.model)
         state = partial(preserved_state, run.model, *run.others, leave=run.leave, sharded=sharded)
         alike = {kind: [each for each in batches if kind_of(each) == kind] for kind in map(kind_of, batches)}
@@ -74,7 +74,7 @@ class CoupledLoss(WholeWindow):
         for kind, its in alike.items() if len(batches) * self.ranks > 1 else ():
             new = varying(its, self._varied.get(kind, ()))
             # Ranks that meet in their forwards have to run as many.
-            meets = sharded or self.ranks < host.data_ranks
+            meets = sharded or self.ranks < host.world.data_ranks
             if not self._varied or (not meets and (new or kind not in self._varied)):
                 given = self.modules or _known(host, run, self._named)
                 with state(), WithoutCollectives() if self.ranks > 1 else nullcontext():  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class CoupledLoss(WholeWindow):
         """Its entries in a report."""
         return {"coupled_loss": self._convention, "coupled_at": [name or "the model" for name in self.modules]}
 
-    def _say_differences(self, host: Host) -> None:
+    def _say_differences(self, host: Training) -> None:
         """Say once that a window's vectors were others in the second pass, or its losses not all the same."""
         drift = torch.zeros(()) if self.drift is None else self.drift
         for losses in map(torch.stack, self.losses.values()):
@@ -109,7 +109,7 @@ class CoupledLoss(WholeWindow):
                 words += "reach the loss past the modules of coupled=, it draws numbers, or a forward keeps a state"
                 host.warn_inexact("drift", f"{host.head}: the micro-batches of a window have {words}")
 
-    def _gather(self, host: Host, error: Exception | None, why: str) -> None:
+    def _gather(self, host: Training, error: Exception | None, why: str) -> None:
         """Add the vectors of the ranks whose samples the loss gets, in order; what one rank raises is raised on all."""
         mine = {key: [(tuple(each.shape), each.dtype) for each in its] for key, its in self.kept.items()}
         every = host.all_of((len(self.kinds), mine, why, bool(self.modules)), error)
@@ -129,32 +129,34 @@ class CoupledLoss(WholeWindow):
             host.warn_inexact("unlike", f"{host.head}: {host.where} {words}: {why}")
         elif self.ranks > 1:
             self.micro_batches = sum(length for length, *_ in every)
-            self.first = {key: sum(map(len, its[: host.rank])) for key, its in shapes.items()}
+            self.first = {key: sum(map(len, its[: host.world.rank])) for key, its in shapes.items()}
             self.kept = {key: _gathered(host, self.kept.get(key, []), each) for key, each in shapes.items()}
         self._trains = self._trains or any(each for *_, each in every)
 
 
-def _gathered(host: Host, own: Sequence[Tensor], shapes: Sequence[Sequence[tuple[Any, torch.dtype]]]) -> list[Tensor]:
+def _gathered(
+    host: Training, own: Sequence[Tensor], shapes: Sequence[Sequence[tuple[Any, torch.dtype]]]
+) -> list[Tensor]:
     """The tensors of every rank in order, by a sum: each adds its own to zeros; ``shapes``: those of every rank."""
     shape, dtype = next(each[0] for each in shapes if each)
     lengths = [shape[0] for each in shapes for shape, _ in each]
     # Bools have no sum.
     whole = torch.zeros(
-        (sum(lengths), *shape[1:]), dtype=torch.uint8 if dtype == torch.bool else dtype, device=host.device
+        (sum(lengths), *shape[1:]), dtype=torch.uint8 if dtype == torch.bool else dtype, device=host.world.device
     )
-    begun = sum(shape[0] for each in shapes[: host.rank] for shape, _ in each)
+    begun = sum(shape[0] for each in shapes[: host.world.rank] for shape, _ in each)
     if own:
         rows = torch.cat([*own]).to(whole)
         whole[begun : begun + len(rows)] = rows
     return [*torch.split(host.summed(whole).to(dtype), lengths)]
 
 
-def _known(host: Host, run: LossRun, named: Sequence[str]) -> dict[str, nn.Module]:
+def _known(host: Training, run: LossRun, named: Sequence[str]) -> dict[str, nn.Module]:
     """The modules at which a loss is cut, as far as they are known; whatever never can be cut is refused."""
     norms = [name for name, each in run.model.named_modules() if isinstance(each, _BatchNorm) and each.training]
     for found, words in (
         (bool(norms), f"BatchNorm in training mode ({', '.join(norms)}); expected none; call .eval() on it"),
-        (host.world_size != host.data_ranks, "ranks that share samples; expected data-parallel ranks only"),
+        (host.world.size != host.world.data_ranks, "ranks that share samples; expected data-parallel ranks only"),
         (is_compiled(host.model), "compiled code, which calls no hooks; expected eager code; set torch_compile=False"),
     ):
         if found:

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.look import errors_of_forward
-from hf_accum_fix.accumulation.preserve import PythonState, random_states
 from hf_accum_fix.coupled.cuts import hooked, vectors_in, with_vectors
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.look import errors_of_forward
+from hf_accum_fix.trace.preserve import PythonState, random_states
 
 #: The kind of a micro-batch, and the call of a module, or the input.
 Key = tuple[str, str]

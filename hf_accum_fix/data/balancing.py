@@ -24,9 +24,9 @@ from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler, IterableDataset
 from tqdm.auto import tqdm
 
-from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.data.packing import MicroBatch, pack, padded_tokens
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.options import BalanceOptions
 
 logger = logging.getLogger("hf_accum_fix")

@@ -14,7 +14,7 @@ from typing import Any
 import wrapt
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, has_rows, sample_count
+from hf_accum_fix.counting.items import ZeroWeightBatch, has_rows, sample_count
 from hf_accum_fix.data.balancing import is_balanced
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require

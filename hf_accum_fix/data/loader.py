@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import IterableDataset
 
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.data.balancing import BalancedStream, Dealer
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.engines.sample_shards import skip_shards
 from hf_accum_fix.options import BalanceOptions
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.protocols import TrainerLike
-
-if TYPE_CHECKING:
-    from hf_accum_fix.core.host import Host
 
 #: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
 DEALER: Final = "_hf_accum_fix_dealer"
@@ -28,7 +26,7 @@ _WRAPPED: Final = (WholeWindows, WithoutDuplicates, BalancedStream)
 
 
 def in_windows(
-    host: Host, trainer: TrainerLike, loader: Any, opened: Callable[..., Any] | None, *, loses_the_rest: bool
+    host: Training, trainer: TrainerLike, loader: Any, opened: Callable[..., Any] | None, *, loses_the_rest: bool
 ) -> Any:
     """The train dataloader as the loop of a Trainer gets it.
 
@@ -49,7 +47,7 @@ def in_windows(
         shard.set_epoch = sampler.set_epoch
     loader = _balanced(host, trainer, loader)
     # A loader that accelerate did not prepare repeats nothing.
-    if host.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
+    if host.world.size > 1 and isinstance(loader, DataLoaderStateMixin):
         loader = WithoutDuplicates(loader, host.options.drop_duplicates, host.warn_repeated)
         loader.check()
     if opened is not None:
@@ -68,7 +66,7 @@ def skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batche
     return original(dataloader, num_batches)
 
 
-def _balanced(host: Host, trainer: TrainerLike, loader: Any) -> Any:
+def _balanced(host: Training, trainer: TrainerLike, loader: Any) -> Any:
     """The loader with length-balanced windows, if requested."""
     args, balance = trainer.args, host.options.balance_windows
     kept = vars(trainer)
@@ -89,14 +87,14 @@ def _balanced(host: Host, trainer: TrainerLike, loader: Any) -> Any:
     return loader
 
 
-def not_dispatching(host: Host, trainer: TrainerLike) -> AbstractContextManager[None]:
+def not_dispatching(host: Training, trainer: TrainerLike) -> AbstractContextManager[None]:
     """Turn off dispatching for a stream while its loader is made, where the user left it to the Trainer.
 
     A dispatched one cannot be balanced; on several ranks the user has to decide whether every rank may read the stream.
     Ranks that hold parts of a sample would each get another sample (``DataLoaderDispatcher`` of accelerate 1.15.0).
     """
     holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
-    balances = bool(host.options.balance_windows) and host.world_size == 1
+    balances = bool(host.options.balance_windows) and host.world.size == 1
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
     if not (is_stream and holder.dispatch_batches is None and (balances or host.context_parallel)):
         return nullcontext()

@@ -13,7 +13,7 @@ from typing import Any
 
 import wrapt
 
-from hf_accum_fix.accumulation.items import has_rows
+from hf_accum_fix.counting.items import has_rows
 
 
 class PlaceholderBatch(dict[str, Any]):

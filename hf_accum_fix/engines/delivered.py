@@ -6,58 +6,67 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
-from hf_accum_fix.engines.precision import rounding_words
-
-if TYPE_CHECKING:
-    from hf_accum_fix.core.host import Host
+from hf_accum_fix.engines.precision import WindowGradient, rounding_words
+from hf_accum_fix.engines.ranks import Training
+from hf_accum_fix.engines.reached import Reached
+from hf_accum_fix.options import Options
 
 logger = logging.getLogger("hf_accum_fix")
 
 
-@contextmanager
-def adding(host: Host, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
-    """Around micro-batch number ``begun``: add gradients in the chosen dtype; warn once of what 16 bits lose."""
-    first, last, gradient = begun == 1, begun >= micro_batches, host.gradient
-    if first and not last and (found := check_engine_adds(host.accelerator, host.options.accumulate_in)):
-        host.warn_inexact("16 bits", found)
-    unknown = gradient.lost is None
-    with (
-        gradient.micro_batch(partial(narrow_leaves, host.accelerator, model), first=first, last=last),
-        host.reached.micro_batch(host, model, first=first, last=last),
-    ):
-        yield
-    if unknown and gradient.lost is not None:
-        host.state.amend(lost_in_16_bits=gradient.lost)
-        if gradient.matters:
-            head = type(host.bare(model)).__name__
-            host.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")
+class Delivery:
+    """The gradient of a training's windows.
 
-
-def check_reached(host: Host, times: Tensor | float | None) -> None:
-    """Say whether what autograd delivered in this window is what the optimizer is about to use.
-
-    ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
+    Attributes:
+        gradient: the sum of a window's gradients.
+        reached: whether it is what the optimizer uses.
     """
-    if (verdict := host.reached.close(host, times)) is None:
-        return
-    host.state.amend(**host.reached.facts())
-    where = f"{host.head}: {host.where}"
-    if verdict.wrong:
-        host.warn_inexact(
-            "reached",
-            f"{where}: got {verdict.words[4:]} in what the optimizer uses; expected the gradient that autograd "
-            "delivered, averaged over ranks; look at the engine, gradient and communication hooks",
-        )
-    elif verdict.inside and host.steps > 1:
-        host.warn_inexact(
-            "reached",
-            f"{where}: got an optimizer that steps inside the backward of every micro-batch; expected one step a "
-            "window; use another optimizer, or gradient_accumulation_steps=1",
-        )
-    elif verdict.final and host.rank == 0:
-        logger.info("%s: the gradient reached the optimizer: %s", host.head, verdict.words)
+
+    def __init__(self, options: Options) -> None:
+        self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached(options.prove_every)
+
+    @contextmanager
+    def micro_batch(self, host: Training, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
+        """Around micro-batch number ``begun``: add gradients in the chosen dtype; warn once of what 16 bits lose."""
+        first, last, gradient = begun == 1, begun >= micro_batches, self.gradient
+        if first and not last and (found := check_engine_adds(host.accelerator, host.options.accumulate_in)):
+            host.warn_inexact("16 bits", found)
+        unknown = gradient.lost is None
+        with (
+            gradient.micro_batch(partial(narrow_leaves, host.accelerator, model), first=first, last=last),
+            self.reached.micro_batch(host, model, first=first, last=last),
+        ):
+            yield
+        if unknown and gradient.lost is not None:
+            host.amend(lost_in_16_bits=gradient.lost)
+            if gradient.matters:
+                head = type(host.bare(model)).__name__
+                host.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")
+
+    def check(self, host: Training, times: Tensor | float | None) -> None:
+        """Say whether what autograd delivered in this window is what the optimizer is about to use.
+
+        ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
+        """
+        if (verdict := self.reached.close(host, times)) is None:
+            return
+        host.amend(**self.reached.facts())
+        where = f"{host.head}: {host.where}"
+        if verdict.wrong:
+            host.warn_inexact(
+                "reached",
+                f"{where}: got {verdict.words[4:]} in what the optimizer uses; expected the gradient that autograd "
+                "delivered, averaged over ranks; look at the engine, gradient and communication hooks",
+            )
+        elif verdict.inside and host.steps > 1:
+            host.warn_inexact(
+                "reached",
+                f"{where}: got an optimizer that steps inside the backward of every micro-batch; expected one step a "
+                "window; use another optimizer, or gradient_accumulation_steps=1",
+            )
+        elif verdict.final and host.world.rank == 0:
+            logger.info("%s: the gradient reached the optimizer: %s", host.head, verdict.words)

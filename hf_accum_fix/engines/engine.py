@@ -10,10 +10,10 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.engines.mend import mend
 from hf_accum_fix.engines.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 

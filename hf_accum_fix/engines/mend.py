@@ -13,8 +13,8 @@ import sys
 from functools import wraps
 from typing import Any, Final
 
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.engine_defects import EngineDefect, engine_defects_of
 
 _MENDED: Final = "_hf_accum_fix_mended"

@@ -21,8 +21,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.rules import listed_targets
+from hf_accum_fix.counting.rules import listed_targets
+from hf_accum_fix.trace.preserve import overridden
 
 
 @contextmanager

@@ -17,18 +17,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from hf_accum_fix.accumulation.items import count_dtype
+from hf_accum_fix.counting.items import count_dtype
 from hf_accum_fix.engines.difference import Difference, looks_like
 from hf_accum_fix.engines.engine import before_the_step, is_deepspeed, reduced_in
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.engines.watched import ELEMENTS, PARAMETERS, Watched, choose, watch
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 #: Windows in which it is tried, until one has a gradient that is finite and not zero (fp16 begins with overflows).
 ATTEMPTS: Final = 8
@@ -40,19 +40,6 @@ _FAILED: Final = "a micro-batch, or reading its gradient, failed on a rank"
 _OTHERS: Final = "parameters could not be chosen, or are others, on some ranks"
 #: Numbers of a parameter in the second collective.
 _NUMBERS: Final = 7
-
-
-class Ranks(Protocol):
-    """What is asked of a `core.host.Host`."""
-
-    accelerator: AcceleratorLike | None
-    world_size: int
-    data_ranks: int
-    over_ranks: float | None
-    device: torch.device
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Sum numbers over ranks: a collective."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +85,7 @@ class Reached:
         self._model: Any = None
 
     @contextmanager
-    def micro_batch(self, ranks: Ranks, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
+    def micro_batch(self, ranks: Training, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
         """Around one forward and backward; with DeepSpeed, which steps in there, it compares before the step."""
         if first or not self._open:
             self._begin(ranks, model)
@@ -125,7 +112,7 @@ class Reached:
                 hook.remove()
         self._complete = last
 
-    def _begin(self, ranks: Ranks, model: nn.Module) -> None:
+    def _begin(self, ranks: Training, model: nn.Module) -> None:
         self._window, self._watched, self._found, self._micro_batches = self._window + 1, [], None, 0
         self._complete, self._open, self._model, self._unchosen = False, True, model, ""
         due = not self._decided or (self._every > 0 and (self._window - 1) % self._every == 0)
@@ -140,11 +127,11 @@ class Reached:
             self._unchosen = f"{type(error).__name__}: {error}"
         self._joins = due and self._found is None
 
-    def _compare(self, ranks: Ranks) -> None:
+    def _compare(self, ranks: Training) -> None:
         if self._found is None:
             self._found = self._judge(ranks, 1.0)
 
-    def close(self, ranks: Ranks, times: Tensor | float | None) -> Verdict | None:
+    def close(self, ranks: Training, times: Tensor | float | None) -> Verdict | None:
         """The verdict on a window that ended; None: there is none. A collective in a window that is checked.
 
         ``times``: what the gradient was multiplied by after the last micro-batch; None: nothing.
@@ -161,9 +148,9 @@ class Reached:
             self._decided = self._decided or verdict.final or self._window >= ATTEMPTS
         return verdict
 
-    def _judge(self, ranks: Ranks, times: float) -> Verdict:
+    def _judge(self, ranks: Training, times: float) -> Verdict:
         try:
-            narrow = reduced_in(ranks.accelerator, self._model) if ranks.data_ranks > 1 else []
+            narrow = reduced_in(ranks.accelerator, self._model) if ranks.world.data_ranks > 1 else []
             found = judge(ranks, self._watched, times, self._micro_batches, narrow)
             return replace(found, words=f"not checked: {self._unchosen}") if self._unchosen else found
         except Exception as error:
@@ -177,10 +164,10 @@ class Reached:
         return {"reached_optimizer": self.verdict.words, "reached_optimizer_error": self.verdict.error, **why}
 
 
-def unsuitable(ranks: Ranks) -> str:
+def unsuitable(ranks: Training) -> str:
     """Why the engine does not allow the check; empty: it does."""
-    if ranks.data_ranks not in (1, ranks.world_size):
-        return f"{ranks.world_size} ranks share the samples in {ranks.data_ranks} groups"
+    if ranks.world.data_ranks not in (1, ranks.world.size):
+        return f"{ranks.world.size} ranks share the samples in {ranks.world.data_ranks} groups"
     if getattr(ranks.accelerator, "has_lomo_optimizer", False):
         return _STEPS_INSIDE
     if is_deepspeed(ranks.accelerator):
@@ -194,7 +181,7 @@ def unsuitable(ranks: Ranks) -> str:
 
 
 @torch.no_grad()
-def judge(ranks: Ranks, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Verdict:
+def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Verdict:
     """Compare what was delivered on all ranks with what is used on this one: two collectives.
 
     Args:
@@ -204,18 +191,18 @@ def judge(ranks: Ranks, watched: Sequence[Watched], times: float, steps: int, na
         steps: micro-batches of the window.
         narrow: the dtypes in which gradients are reduced, and communication hooks.
     """
-    zeros = partial(torch.zeros, dtype=count_dtype(ranks.device), device=ranks.device)
-    delivered = [zeros(each.numel) if each.total is None else each.total.to(ranks.device) for each in watched]
-    sizes = [zeros(()) if each.size is None else each.size.to(ranks.device) for each in watched]
-    if ranks.data_ranks > 1:
+    zeros = partial(torch.zeros, dtype=count_dtype(ranks.world.device), device=ranks.world.device)
+    delivered = [zeros(each.numel) if each.total is None else each.total.to(ranks.world.device) for each in watched]
+    sizes = [zeros(()) if each.size is None else each.size.to(ranks.world.device) for each in watched]
+    if ranks.world.data_ranks > 1:
         chosen = float(crc32(repr([(each.name, each.numel) for each in watched]).encode()) & 0xFFFF)
         head = zeros(2).new_tensor([chosen, chosen**2])
         sent = torch.cat([head, *map(torch.atleast_1d, [*delivered, *sizes])])
         summed = ranks.summed(pad(sent, (0, 2 + ELEMENTS + PARAMETERS - len(sent))))
-        if summed[0] ** 2 != summed[1] * ranks.world_size:
+        if summed[0] ** 2 != summed[1] * ranks.world.size:
             return Verdict(f"not checked: {_OTHERS}", final=False)
         # Of sequence-parallel ranks an engine may not take the mean.
-        mean = summed[2 : len(sent)] / (ranks.data_ranks * (ranks.over_ranks or 1.0))
+        mean = summed[2 : len(sent)] / (ranks.world.data_ranks * (ranks.world.over_ranks or 1.0))
         both = torch.split(mean, [*(each.numel for each in watched), *[1] * len(watched)])
         delivered, sizes = [*both[: len(watched)]], [each[0] for each in both[len(watched) :]]
     # This rank's failure to choose.
@@ -241,20 +228,20 @@ def judge(ranks: Ranks, watched: Sequence[Watched], times: float, steps: int, na
         if not norm:
             continue
         norms, errors = norms + norm, errors + error
-        copies = 1 if ranks.data_ranks == 1 or each.own is not None else ranks.world_size
-        size = size if ranks.data_ranks == 1 else size / ranks.world_size
+        copies = 1 if ranks.world.data_ranks == 1 or each.own is not None else ranks.world.size
+        size = size if ranks.world.data_ranks == 1 else size / ranks.world.size
         differences.append(
             Difference(
                 each.name,
                 error=math.sqrt(error / norm),
                 ratio=dot / norm,
                 elements=each.numel,
-                additions=steps + ranks.data_ranks,
+                additions=steps + ranks.world.data_ranks,
                 spread=max(size / math.sqrt(norm / copies), 1.0),
-                epsilon=max(epsilon / ranks.world_size, reduced),
+                epsilon=max(epsilon / ranks.world.size, reduced),
             )
         )
-    return _verdict(differences, steps, ranks.data_ranks, math.sqrt(errors / norms) if norms else 0.0)
+    return _verdict(differences, steps, ranks.world.data_ranks, math.sqrt(errors / norms) if norms else 0.0)
 
 
 def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float) -> Verdict:

@@ -18,22 +18,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.engines.engine import is_deepspeed
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 from hf_accum_fix.upstream.seams import CUTS
-
-if TYPE_CHECKING:
-    from hf_accum_fix.core.host import Host
 
 #: Labels that were shifted before the samples were cut.
 SHIFTED: Final = "shift_labels"
@@ -249,27 +247,27 @@ def measured_divisor(accelerator: AcceleratorLike | None, data_ranks: int) -> fl
     return data_ranks / moved
 
 
-def compare_samples(host: Host, batches: Sequence[Any]) -> None:
+def compare_samples(host: Training, batches: Sequence[Any]) -> None:
     """Before context parallelism cuts the first window: warn if ranks that share a sample got different ones."""
-    if host.over_ranks is None:
+    if host.world.over_ranks is None:
         compared = partial(other_samples, host.accelerator, batches, host.gather)
         if words := host.contained("comparing the samples of ranks", compared, ""):
             host.warn_inexact("other samples", f"{host.name}: {words}")
 
 
-def complete_shards(host: Host, batches: Sequence[Any]) -> None:
+def complete_shards(host: Training, batches: Sequence[Any]) -> None:
     """Before a window of cut samples is counted: give it its labels, and find what the engine divides by."""
     if not host.cuts_samples:
         return
     for each in batches:
         complete_shard(each)
-    if host.over_ranks is None:
-        measured = partial(measured_divisor, host.accelerator, host.data_ranks)
-        divisor = host.contained("measuring what the engine divides by", measured, float(host.data_ranks))
-        host.over_ranks = divisor / host.data_ranks
+    if host.world.over_ranks is None:
+        measured = partial(measured_divisor, host.accelerator, host.world.data_ranks)
+        divisor = host.contained("measuring what the engine divides by", measured, float(host.world.data_ranks))
+        host.world.over_ranks = divisor / host.world.data_ranks
 
 
-def check_shift(host: Host) -> None:
+def check_shift(host: Training) -> None:
     """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""
     items = None if host.contract is None else host.contract.items
     if host.cuts_samples and items is not None and items.keys[:1] != (SHIFTED,):

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.items import count_dtype
+from hf_accum_fix.counting.items import count_dtype
 from hf_accum_fix.engines.engine import bare_name, is_deepspeed, parameters_of_fsdp2
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 

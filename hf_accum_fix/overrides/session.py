@@ -14,20 +14,12 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_accum_fix.accumulation import declared
-from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import LossRun, Setting
-from hf_accum_fix.accumulation.preserve import PythonState, overridden
-from hf_accum_fix.accumulation.scaling import loss_of_outputs
-from hf_accum_fix.core.contracts import settle
-from hf_accum_fix.core.host import MADE_BY_STEP, MADE_LATER, Host
-from hf_accum_fix.core.state import LossState
-from hf_accum_fix.core.window import Window, open_unless_aside
+from hf_accum_fix.counting.items import Items
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.engines.ranks import World
 from hf_accum_fix.engines.sample_shards import (
     SHIFTED,
     attention_over_ranks,
@@ -38,13 +30,22 @@ from hf_accum_fix.engines.sample_shards import (
 )
 from hf_accum_fix.engines.watched import has_own_hooks
 from hf_accum_fix.errors import AccumFixError, ContractError
+from hf_accum_fix.learning.contract import LossContract, Reduction, router_loss
+from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
+from hf_accum_fix.reading import model as declared
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients
+from hf_accum_fix.trace.preserve import PythonState, overridden
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
+from hf_accum_fix.weighing.by_rule import loss_of_outputs
+from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host
+from hf_accum_fix.window.settle import settle
+from hf_accum_fix.window.state import LossState
+from hf_accum_fix.window.window import Window, open_unless_aside
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -63,37 +64,26 @@ TRAINING: Final[list[Session]] = []
 
 
 class Session(Host):
-    """One training of a Trainer: its ranks and engine, its loss, and its state between windows.
-
-    Attributes:
-        owns_labels: the trainer computes the loss from the labels, which the model does not get.
-        kept_back: see `LossRun`.
-        is_counted: the window that is fetched has a number.
-    """
+    """One training of a Trainer: its ranks and engine, its loss, and its state between windows."""
 
     accelerator: AcceleratorLike
-    has_stock = True
     window: Window | None = None  # the open one; None: there is none
     #: the base's ``compute_loss`` in a micro-batch, or an observed forward: (model, inputs, the number that a custom
     #: one passed on) -> (loss, outputs); None: upstream's.
     base_loss: Callable[[nn.Module, Mapping[str, Any], Any], tuple[Tensor, Any]] | None = None
-    func: Callable[..., Any] | None = None  # the trainer's ``compute_loss_func``; None: it has none
-    owns_labels = False
-    computed_by: tuple[Any, ...] = ()  # what computed the loss when it was observed
-    kept_back = 0
     upstream_numbers: Sequence[Any] = ()  # what upstream has counted of the window that is fetched, on this rank
-    is_counted = False
+    is_counted = False  # that window has a number
     #: an error of ours in a micro-batch, which a custom training_step may have caught.
     refused: AccumFixError | None = None
     finite: Tensor | float = 0.0  # 0 while the loss of every window was finite, else nan
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)
-        super().__init__(options)
+        args, ranks, shards = trainer.args, facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
+        super().__init__(
+            options, World(args.process_index, args.world_size, ranks, shards, args.device), has_stock=True
+        )
         self.name, self.trainer, self.accelerator = type(trainer).__name__, trainer, trainer.accelerator
-        args = trainer.args
-        self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
-        self.data_ranks, self.shards = facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
         self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
 
     @property
@@ -118,9 +108,9 @@ class Session(Host):
     def announce(self, contract: LossContract, steps: int) -> None:
         """Record for report(), and log, how the loss of this training is reduced."""
         self.record(contract, steps, router_loss=self.router.in_force.value)
-        if self.rank == 0:
+        if self.world.rank == 0:
             router = f", {self.router.in_force}" if contract.has_router_loss else ""
-            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, steps, self.data_ranks)
+            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, steps, self.world.data_ranks)
 
     def warn_off(self, off: Mapping[str, str]) -> None:
         """Warn once of each feature that is off in this training."""
@@ -173,12 +163,12 @@ class Session(Host):
         Source: ``Trainer.compute_loss`` in all releases: a model that accepts the number gets it, ``compute_loss_func``
         computes its own loss, and the label smoother hides the labels from the model.
         """
-        trainer, func, inputs, labels = self.trainer, self.func, dict(given), None
-        if self.owns_labels:
+        trainer, func, inputs, labels = self.trainer, self.source.func, dict(given), None
+        if self.source.owns_labels:
             labels = inputs.pop("labels", None)
             # Those of cut samples were shifted before.
             labels = inputs.get(SHIFTED, labels) if self.cuts_samples else labels
-        with own_counts(given) if self.world_size > 1 else nullcontext():
+        with own_counts(given) if self.world.size > 1 else nullcontext():
             outputs = self.model_outputs(model, inputs, number)
             if (past := getattr(trainer.args, "past_index", -1)) >= 0:
                 vars(trainer)["_past"] = outputs[past]
@@ -207,10 +197,10 @@ class Session(Host):
         custom, calls = facts_of.compute_loss_of(self.trainer), list[bool]()
 
         def base(model: nn.Module, inputs: Mapping[str, Any], passed: Any) -> tuple[Tensor, Any]:
-            if self.requires_number:
+            if self.source.requires_number:
                 return self.unscaled_loss(model, inputs, number)
-            calls.append(passed is not None and self.passes_number)
-            self.kept_back = max(self.kept_back, sum(calls))
+            calls.append(passed is not None and self.source.passes_number)
+            self.source.kept_back = max(self.source.kept_back, sum(calls))
             # Without a number a model returns its own mean.
             return self.unscaled_loss(model, inputs, None)
 
@@ -227,7 +217,7 @@ class Session(Host):
     @contextmanager
     def run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
         trainer, model = self.trainer, self.model
-        self.kept_back = 0
+        self.source.kept_back = 0
         # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
         with (
             overridden(trainer, "log", lambda *_, **__: None),
@@ -236,11 +226,11 @@ class Session(Host):
             yield LossRun(
                 lambda inputs, number: self.loss_in_training(model, inputs, number)[0],
                 model,
-                self.device,
+                self.world.device,
                 self.bare(trainer.model),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
-                kept_back=lambda: self.kept_back,
+                kept_back=lambda: self.source.kept_back,
                 hand_on=lambda: setattr(self, "requires_number", True),
             )
 
@@ -258,21 +248,21 @@ class Session(Host):
                 yield run
 
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
-        trainer, given = self.trainer, self.options.contract
+        trainer, given, source = self.trainer, self.options.contract, self.source
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
-        self.func, self.scales_itself = getattr(trainer, "compute_loss_func", None), facts_of.scales_itself(trainer)
-        self.owns_labels = self.func is not None or trainer.label_smoother is not None
-        computed_by = (accepts, self.func, trainer.label_smoother)
-        if self.computed_by == computed_by:
+        source.func, source.scales_itself = getattr(trainer, "compute_loss_func", None), facts_of.scales_itself(trainer)
+        source.owns_labels = source.func is not None or trainer.label_smoother is not None
+        computed_by = (accepts, source.func, trainer.label_smoother)
+        if source.computed_by == computed_by:
             return
-        self.computed_by, self.state.loss, self.router.form = computed_by, LossState(), None
-        self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
-        required = self.passes_number and declared.requires_number(trainer.model_wrapped)
-        self.requires_number = required or self.func is not None
+        source.computed_by, self.state.loss, self.router.form = computed_by, LossState(), None
+        source.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
+        required = source.passes_number and declared.requires_number(trainer.model_wrapped)
+        source.requires_number = required or source.func is not None
         if given is not None and not given.by_number:
             # A head that would divide by the number returns its own mean without it.
-            self.passes_number = False
-        elif given is not None and not self.passes_number and self.func is None:
+            source.passes_number = False
+        elif given is not None and not source.passes_number and source.func is None:
             raise ContractError(
                 f"got a contract by which the loss {given.reduction.words}, but {self.head} gets no "
                 "num_items_in_batch; expected Reduction.MEAN, or set model_accepts_loss_kwargs = True"
@@ -280,17 +270,17 @@ class Session(Host):
 
     def facts(self, batches: Sequence[Any], number: Any) -> Setting | LossContract:
         trainer, bare, custom = self.trainer, self.bare(self.trainer.model), facts_of.compute_loss_of(self.trainer)
-        of_base = custom is None and self.func is None
+        of_base = custom is None and self.source.func is None
         # Where nothing is counted, training passes None.
         counts = self.is_counted or not trainer.is_in_train
-        handed = self.requires_number or (custom is not None and facts_of.hands_number(custom) and counts)
-        own_steps, own_ranks = facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.data_ranks)
+        handed = self.source.requires_number or (custom is not None and facts_of.hands_number(custom) and counts)
+        own_steps, own_ranks = facts_of.own_numbers(trainer, {self.steps, len(batches)}, self.world.data_ranks)
         setting = self.setting(
             bare,
-            handed="all" if handed else "once" if self.passes_number and custom is None else "none",
-            hands_number=self.requires_number,
+            handed="all" if handed else "once" if self.source.passes_number and custom is None else "none",
+            hands_number=self.source.requires_number,
             custom=custom is not None,
-            func=self.func is not None,
+            func=self.source.func is not None,
             own=own_steps | own_ranks,
             own_steps=own_steps,
             has_stock=not (of_base and _NUMBER_DROPPED),

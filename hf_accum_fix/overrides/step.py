@@ -21,22 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_accum_fix.accumulation.items import ZeroWeightBatch
-from hf_accum_fix.accumulation.part import differ
-from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.scaling import run_by_rule
-from hf_accum_fix.accumulation.values import Captured, capture
-from hf_accum_fix.accumulation.weigh import Weighed
-from hf_accum_fix.core.window import Window
+from hf_accum_fix.counting.items import ZeroWeightBatch
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.delivered import adding
 from hf_accum_fix.engines.engine import engine_divisor, is_being_made, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import counts_itself
+from hf_accum_fix.reading.values import Captured, capture
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.weighing.by_rule import run_by_rule
+from hf_accum_fix.weighing.part import differ
+from hf_accum_fix.weighing.weigh import Weighed
+from hf_accum_fix.window.window import Window
 
 
 def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
@@ -72,14 +71,14 @@ def _number_of(session: Session, number: Any, *, is_own: bool = False) -> Any:
     Where a model divides by it, it has to be the window's, or the training is stock's. The base's loss gets N, if it
     has items; a custom one that divides by it N if it multiplies by W, else N / W. All others get what stock gives.
     """
-    window, trainer, several = session.window, session.trainer, session.world_size > 1
+    window, trainer, several = session.window, session.trainer, session.world.size > 1
     averages = getattr(trainer.args, "average_tokens_across_devices", False)
     if window is None:
         sums = several and averages and number is not None and not is_own
-        return session.summed(torch.as_tensor(number, device=session.device)) if sums else number
+        return session.summed(torch.as_tensor(number, device=session.world.device)) if sums else number
     part, total, of_all = window.part, window.part.total, number if is_own else window.number
     window.stock_number = of_all.long() if averages and of_all is not None and not is_own else number
-    custom, divides = part.contract.custom, session.passes_number or session.func is not None
+    custom, divides = part.contract.custom, session.source.passes_number or session.source.func is not None
     # Other ranks may not know of a number that a custom ``get_batch_samples`` has returned.
     counts_otherwise = not several if is_own else counts_itself(trainer)
     if divides and not custom and counts_otherwise and of_all is not None and differ(of_all, total):
@@ -111,7 +110,7 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
     session = session_of(trainer, options)
     window, inputs = session.window, kwargs["inputs"] if "inputs" in kwargs else args[1]
     if isinstance(inputs, PlaceholderBatch):
-        return torch.zeros((), device=session.device)
+        return torch.zeros((), device=session.world.device)
     # The inner call of a class that is also patched passes through, as does a step that is only observed.
     if session.state.aside or session.base_loss is not None:
         return wrapped(*args, **kwargs)
@@ -135,11 +134,11 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
             session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
     micro_batch = MicroBatch(session, window, inputs)
     with (
-        capture(window.part.contract, session.bare(trainer.model)) as micro_batch.captured,
+        capture(session.bare(trainer.model), **window.part.contract.captures) as micro_batch.captured,
         overridden(session, "base_loss", micro_batch.base_loss),
         overridden(trainer, "compute_loss", micro_batch.compute_loss),
         overridden(trainer.accelerator, "backward", micro_batch.backward),
-        adding(session, trainer.model_wrapped, len(window.batches), window.done + 1),
+        session.delivery.micro_batch(session, trainer.model_wrapped, len(window.batches), window.done + 1),
     ):
         result = wrapped(*args, **kwargs)
     loss = micro_batch.end()
@@ -164,7 +163,7 @@ def _base_loss(
     """``Trainer.compute_loss``, as its caller expects it."""
     assert session.base_loss is not None
     loss, outputs = session.base_loss(model, inputs, num_items_in_batch)
-    if session.owns_labels and isinstance(inputs, MutableMapping):
+    if session.source.owns_labels and isinstance(inputs, MutableMapping):
         # Stock removes them from the caller's batch.
         inputs.pop("labels", None)
     if return_outputs and isinstance(outputs, MutableMapping) and outputs.get("loss", loss) is not loss:
@@ -238,7 +237,7 @@ class MicroBatch:
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
                 None,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
-                own_loss=session.func is not None,
+                own_loss=session.source.func is not None,
             )
         # Without a number a model returns its own mean.
         passed = (given if contract.custom else part.number) if contract.hands_number else None
@@ -274,7 +273,7 @@ class MicroBatch:
                     session.contained("reporting a loss", announce, None)
                 # The engine may divide by another number than in other micro-batches.
                 divided = engine_divisor(self._engine, **kwargs) / self.part.engine_divisor
-                divided *= 1.0 if session.over_ranks is None else session.over_ranks
+                divided *= 1.0 if session.world.over_ranks is None else session.world.over_ranks
                 loss = loss if divided == 1 else loss * divided
             set_last_micro_batch(self._engine, self.window.done + 1 == len(self.window.batches))
             return self._backward(loss, **kwargs)
@@ -315,7 +314,7 @@ def backward(session: Session, original: Original, *args: Any, **kwargs: Any) ->
     if session.base_loss is None and session.window is not None and not session.state.aside:
         if session.accelerator.sync_gradients:
             # The engine now reduces what is in .grad.
-            session.gradient.finish()
+            session.delivery.gradient.finish()
         if session.is_split:
             session.not_exact("second backward", "calls accelerator.backward outside Trainer.training_step")
     return original(*args, **kwargs)
@@ -355,7 +354,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
         _close_unfinished(session)
     elif (
         not session.state.troubled
-        and session.steps * session.world_size > 1
+        and session.steps * session.world.size > 1
         and any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
     ):
         raise SeamError(

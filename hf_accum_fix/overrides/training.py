@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.data.loader import in_windows, not_dispatching, skip_first_batches
 from hf_accum_fix.engines.sample_shards import attention_over_ranks, check_shards, is_one_of
 from hf_accum_fix.errors import UnsupportedSetupError
@@ -22,6 +21,7 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.step import backward, check_step, clip, counted
 from hf_accum_fix.overrides.trainer_facts import parallel_size, release_counts_windows
+from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -52,7 +52,7 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     finally:
         TRAINING.remove(session)
         session.window = None
-        session.gradient.drop()
+        session.delivery.gradient.drop()
     state = session.state
     session.contained("reading what windows have shown", session.read, None)
     state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
@@ -105,7 +105,7 @@ def hand_back(options: Options) -> None:
     """Let trainings with these options continue as stock: put the sum of an open window into ``.grad``."""
     for session in TRAINING:
         if session.options is options:
-            session.gradient.finish()
+            session.delivery.gradient.finish()
             # An open window is stock's from here on.
             session.state.aside, session.window = True, None
             session.state.note_inexact()

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.items import count_dtype
+from hf_accum_fix.counting.items import count_dtype
 
 #: What the modeling files call the function.
 FUNCTION: Final = "load_balancing_loss_func"

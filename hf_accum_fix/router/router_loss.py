@@ -37,10 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
-from hf_accum_fix.accumulation.preserve import random_states, with_buffers
+from hf_accum_fix.counting.items import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
+from hf_accum_fix.trace.preserve import random_states, with_buffers
 
 #: Far above the loss itself, so that a small coefficient shows in a loss of few digits.
 _SHIFT: Final = 1000.0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.loss_graph import Term, read
+from hf_accum_fix.reading.loss_graph import Term, read
 
 #: Where a frame of a recorded call stack stands.
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)\n\s*(.*)')

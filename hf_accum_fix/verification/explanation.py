@@ -9,8 +9,8 @@ import torch
 import transformers
 from packaging.version import Version
 
-from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.engines.difference import factors_near, factors_of
+from hf_accum_fix.learning.contract import Reduction
 from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.upstream.defects import DEFECTS, Factor
 from hf_accum_fix.upstream.protocols import TrainerLike

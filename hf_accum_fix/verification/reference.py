@@ -11,13 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
-from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.preserve import overridden, random_states, seed_generators
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.evaluation import loss_alone
+from hf_accum_fix.learning.contract import How, LossContract, Reduction
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
+from hf_accum_fix.reading.model import products_are_rounded
+from hf_accum_fix.trace.preserve import overridden, random_states, seed_generators
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.projection import named, projections_of

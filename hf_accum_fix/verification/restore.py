@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.preserve import KeepsStorages, PythonState, eagerly, overridden, random_states
 from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.confirmation import unconfirmed
 from hf_accum_fix.options import SWITCH, Options, enabled
+from hf_accum_fix.trace.preserve import KeepsStorages, PythonState, eagerly, overridden, random_states
 from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.report import PATCHED, STOCK

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.items import has_rows
-from hf_accum_fix.accumulation.preserve import overridden, seed_generators
+from hf_accum_fix.counting.items import has_rows
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.trace.preserve import overridden, seed_generators
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.projection import hash_of
 

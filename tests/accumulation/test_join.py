@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.join import splits
+from hf_accum_fix.learning.join import splits
 
 Batch = Mapping[str, Any]
 

@@ -20,9 +20,9 @@ from torch.nn.parallel.distributed import _DDPSink
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_accum_fix.accumulation import loss_graph
-from hf_accum_fix.accumulation.loss_graph import Term, read
-from hf_accum_fix.accumulation.nodes import ROWS
+from hf_accum_fix.reading import loss_graph
+from hf_accum_fix.reading.loss_graph import Term, read
+from hf_accum_fix.reading.nodes import ROWS
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
-from hf_accum_fix.accumulation.look import LossRun, Setting
-from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.rules import matching_rules
+from hf_accum_fix.counting.rules import matching_rules
+from hf_accum_fix.learning.contract import NO_TARGET_SEEN, How, LossContract, Reduction
+from hf_accum_fix.learning.look import LossRun, Setting
+from hf_accum_fix.learning.observe import observe
 
 Batch = Mapping[str, Any]
 CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)

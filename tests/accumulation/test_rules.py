@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import Items, count_by_rules, mean_item_count, sample_count, scale_mean
-from hf_accum_fix.accumulation.rules import is_padded, matching_rules, targets_padding, ways_of_counting
+from hf_accum_fix.counting.items import Items, count_by_rules, mean_item_count, sample_count, scale_mean
+from hf_accum_fix.counting.rules import is_padded, matching_rules, targets_padding, ways_of_counting
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.contract import LossContract, Reduction
 
 Batch = Mapping[str, Any]
 #: Four samples of five labels: 4, 1, 3 and 0 targets, the first at position 0 in two of them.

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch
-from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.values import capture
-from hf_accum_fix.accumulation.weigh import Weighed, weigh
+from hf_accum_fix.counting.items import Items, ZeroWeightBatch
+from hf_accum_fix.learning.contract import How, LossContract, Reduction, TermSpec
+from hf_accum_fix.reading.loss_graph import read
+from hf_accum_fix.reading.values import capture
+from hf_accum_fix.weighing.part import Part
+from hf_accum_fix.weighing.weigh import Weighed, weigh
 
 TARGETS, MASKED, SAMPLES = Items(("labels",)), Items(("mask",), ignore_index=0), Items()
 CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -228,7 +228,7 @@ def gradients(model: Model) -> list[Tensor]:
 
 def run_one(case: Case, model: Model, batch: Batch, part: Part) -> Weighed:
     predicted = {rule: rule.count(batch) for rule in part.contract.rules}
-    with capture(part.contract, None) as captured:
+    with capture(None, **part.contract.captures) as captured:
         loss = case.loss(model, batch, part.number)
     return weigh(loss, part, batch, predicted, captured)
 
@@ -475,7 +475,7 @@ def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tenso
     case = replace(named("one mean"), loss=lambda m, b, n: m.ce(b).to(dtype))
     model, part = Model(), part_of(case, 4, 1)
     part = replace(part, contract=replace(case.contract, dtype=dtype))
-    with capture(part.contract, None) as captured:
+    with capture(None, **part.contract.captures) as captured:
         loss = case.loss(model, WINDOW[0], part.number)
     before = float(loss.detach())
     predicted = {TARGETS: TARGETS.count(WINDOW[0])}

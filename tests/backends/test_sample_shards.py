@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.accumulation.look import LossRun, Setting
-from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.engines.sample_shards import complete_shard, skip_shards
+from hf_accum_fix.learning.contract import Reduction
+from hf_accum_fix.learning.look import LossRun, Setting
+from hf_accum_fix.learning.observe import observe
 
 
 def test_a_part_gets_the_labels_that_its_loss_asks_for() -> None:

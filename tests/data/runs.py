@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from hf_accum_fix import GlobalBatchTrainer, Options
-from hf_accum_fix.accumulation.items import ZeroWeightBatch
+from hf_accum_fix.counting.items import ZeroWeightBatch
 from tests.numerics import parity
 from tests.numerics.epochs import RATE, Stream, plain_sgd
 from tests.numerics.heads import HEADS, Batch, Head, Sample

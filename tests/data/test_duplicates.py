@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from hf_accum_fix import Items, UnsupportedSetupError
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, scale_mean
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.scaling import scale_of
+from hf_accum_fix.counting.items import ZeroWeightBatch, scale_mean
 from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.learning.contract import LossContract, Reduction
+from hf_accum_fix.weighing.by_rule import scale_of
+from hf_accum_fix.weighing.part import Part
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.parity import Step, StockRecorder, cut, reference_step, take_step
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_accum_fix
-from hf_accum_fix.accumulation import observe, weigh
 from hf_accum_fix.engines import reached
+from hf_accum_fix.learning import observe, weigh
 from tests.losses.cases import several
 from tests.losses.models import texts
 from tests.losses.seen import Mean, Seen, Texts, full, tokens
@@ -31,26 +31,26 @@ from tests.trainings import ours as by_ours
 
 #: Where the package looks: module, attribute.
 FAULTS = [
-    ("accumulation.look", "read"),
-    ("accumulation.look", "ways_of_counting"),
-    ("accumulation.observe", "splits"),
-    ("accumulation.observe", "learn"),
-    ("accumulation.observe", "_with_own_constants"),
-    ("accumulation.learn", "matching_rules"),
-    ("accumulation.items", "Items.count"),
-    ("accumulation.part", "Part.note"),
-    ("accumulation.part", "Part.summed"),
-    ("accumulation.part", "Part.broken"),
-    ("accumulation.weigh", "_ready"),
-    ("core.contracts", "agree"),
-    ("core.host", "labels_of"),
-    ("core.count", "_other_labels"),
-    ("core.count", "_by_term"),
-    ("core.host", "Host.record"),
-    ("core.host", "Host.read"),
-    ("core.window", "weigh"),
+    ("learning.look", "read"),
+    ("learning.look", "ways_of_counting"),
+    ("learning.observe", "splits"),
+    ("learning.observe", "learn"),
+    ("learning.observe", "_with_own_constants"),
+    ("learning.learn", "matching_rules"),
+    ("counting.items", "Items.count"),
+    ("weighing.part", "Part.note"),
+    ("weighing.part", "Part.summed"),
+    ("weighing.part", "Part.broken"),
+    ("weighing.weigh", "_ready"),
+    ("window.settle", "agree"),
+    ("window.host", "labels_of"),
+    ("window.count", "_other_labels"),
+    ("window.count", "_by_term"),
+    ("window.host", "Host.record"),
+    ("window.host", "Host.read"),
+    ("window.window", "weigh"),
     ("overrides.session", "Session.facts"),
-    ("core.contracts", "remark"),
+    ("window.settle", "remark"),
 ]
 CUT = (2, 2)
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import hf_accum_fix
 from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
-from hf_accum_fix.core.state import ATTEMPTS
+from hf_accum_fix.window.state import ATTEMPTS
 from tests.distributed.test_two_ranks import blank_on_second_rank
 from tests.loop.steps import OURS, own_batches, take_steps
 from tests.numerics.heads import HEADS, Head, Sample, before

@@ -13,10 +13,10 @@ from transformers import TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix import observations
-from hf_accum_fix.core import window
-from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.overrides.training import EXACT_WINDOWS
+from hf_accum_fix.window import window
+from hf_accum_fix.window.state import ATTEMPTS
 from tests.numerics.heads import HEADS
 from tests.trainers.runs import PAIRS, Case, Cut, Ordered, Run, run
 

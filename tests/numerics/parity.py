@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.numerics.heads import Head, Sample

@@ -35,7 +35,7 @@ def test_the_documents_count_the_heads() -> None:
     exact, heads = [head for head in HEADS.values() if head.exact], len(HEADS)
     classes = len({head.model for head in exact if head.model})
     assert f"| {len(exact)} of the {heads} heads in the tests" in (ROOT / "README.md").read_text()
-    page = " ".join((ROOT / "hf_accum_fix/accumulation/README.md").read_text().split())
+    page = " ".join((ROOT / "hf_accum_fix/learning/README.md").read_text().split())
     assert f"{heads} heads ({len(exact)} exact, the others called what they are; of {classes} classes" in page
     assert f"{len(LEFT_OUT)} classes that were tried and left out" in page
 

@@ -138,7 +138,7 @@ def test_an_error_of_ours_that_a_step_catches_is_raised_by_the_optimizer(
         trainer = made(tmp_path, by)
         on_the_subclass(step, trainer)
         before = trainable(trainer.model)
-        monkeypatch.setattr("hf_accum_fix.core.window.weigh", refuses)
+        monkeypatch.setattr("hf_accum_fix.window.window.weigh", refuses)
         with pytest.raises(ContractError, match="in the midst"):
             trainer.train()
     assert not changed(before, trainer.model)

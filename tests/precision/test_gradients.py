@@ -170,7 +170,7 @@ def trained(steps: int, accumulate_in: str, scale: float, *, epochs: int = 1) ->
             for each in window:
                 with window.micro_batch(model):
                     scaler.scale(window.loss(model, each)).backward()
-            assert not left_on(model) and not windows._host.gradient._sums
+            assert not left_on(model) and not windows._host.delivery.gradient._sums
             scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), 1e30)
             scaler.step(optimizer)

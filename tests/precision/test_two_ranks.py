@@ -45,7 +45,7 @@ from tests.precision.gradients import (
 from tests.precision.test_gradients import NOISE
 from tests.ranks import on_ranks, selected
 
-PAGE = ROOT / "hf_accum_fix" / "accumulation" / "README.md"
+PAGE = ROOT / "hf_accum_fix" / "learning" / "README.md"
 MODES = ("parameter", "float32", "compensated")
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 WIDE = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

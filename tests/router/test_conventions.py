@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.overrides.session import SESSION
+from hf_accum_fix.window.state import ATTEMPTS
 from tests.router.conventions import (
     COEFFICIENT,
     FAMILIES,

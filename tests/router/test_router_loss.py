@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.items import ZeroWeightBatch
+from hf_accum_fix.counting.items import ZeroWeightBatch
 from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
 from hf_accum_fix.router.router_loss import Convention, Form, RouterLoss
 from tests.numerics.heads import HEADS, Batch, Head

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.look import LossRun, Setting
-from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.learning.agreement import agree
+from hf_accum_fix.learning.contract import LossContract
+from hf_accum_fix.learning.look import LossRun, Setting
+from hf_accum_fix.learning.observe import observe
 from tests.losses import cases as read_loss
 from tests.losses.verdicts import Verdict
 from tests.numerics.heads.head import collate

@@ -10,12 +10,12 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.core.window import Window
+from hf_accum_fix.counting.items import Items
+from hf_accum_fix.learning.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.weighing.part import Part
+from hf_accum_fix.window.window import Window
 from tests.losses.models import texts
 from tests.losses.seen import Mean, class_weighted, holding
 from tests.numerics.heads import Head, seeded

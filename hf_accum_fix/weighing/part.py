@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract, TermSpec
-from hf_accum_fix.accumulation.items import Items, count_dtype, mean_item_count
-from hf_accum_fix.accumulation.nodes import on_host
+from hf_accum_fix.counting.items import Items, count_dtype, mean_item_count
+from hf_accum_fix.learning.contract import LossContract, TermSpec
+from hf_accum_fix.reading.nodes import on_host
 
 #: A Python number, or a tensor of one element on the device.
 Number = Tensor | float

@@ -10,16 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import requires_number, wants_number
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import LossRun, Setting
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.scaling import loss_of_outputs
-from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.window import Window, open_unless_aside
+from hf_accum_fix.counting.items import Items
 from hf_accum_fix.engines.engine import engine_divisor, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.engines.ranks import World
 from hf_accum_fix.engines.sample_shards import (
     attention_over_ranks,
     axis_size,
@@ -30,9 +24,16 @@ from hf_accum_fix.engines.sample_shards import (
     cut_in_place,
 )
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.contract import LossContract, Reduction
+from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
+from hf_accum_fix.reading.model import requires_number, wants_number
 from hf_accum_fix.router.router_loss import has_z_loss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
+from hf_accum_fix.weighing.by_rule import loss_of_outputs
+from hf_accum_fix.weighing.part import Part
+from hf_accum_fix.window.host import Host
+from hf_accum_fix.window.window import Window, open_unless_aside
 
 Batch = Mapping[str, Any]
 #: A loss of one's own: (model, micro-batch) -> its loss, or outputs with one.
@@ -48,15 +49,13 @@ class LoopHost(Host):
     head = "the loss"
 
     def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
-        super().__init__(options)
-        self.accelerator, self._steps = accelerator, steps
         launched = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
-        self.data_ranks = self.world_size
-        self.shards = self.world_size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
-        self._is_placed = accelerator is not None
+        rank, size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
+        shards = size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
+        device = torch.device("cpu") if accelerator is None else accelerator.device
+        super().__init__(options, World(rank, size, size, shards, device), has_stock=False)
+        self.accelerator, self._steps, self._is_placed = accelerator, steps, accelerator is not None
         self.context_parallel = axis_size(accelerator, "cp") > 1
-        self.device = torch.device("cpu") if accelerator is None else accelerator.device
 
     @property
     def steps(self) -> int:
@@ -88,23 +87,23 @@ class LoopHost(Host):
         return self.contract is not None and self.contract.is_read
 
     def summed(self, numbers: Tensor) -> Tensor:
-        if self.world_size > 1:
+        if self.world.size > 1:
             numbers = numbers.clone()
             dist.all_reduce(numbers)
         return numbers
 
     def gather(self, values: list[Any]) -> list[Any]:
         # accelerate's gather needs its own state, which a loop may lack.
-        gathered: list[Any] = [None] * self.world_size
+        gathered: list[Any] = [None] * self.world.size
         dist.all_gather_object(gathered, values[0])
         return gathered
 
     def open(self, batches: Sequence[Batch], device: torch.device | None = None) -> Window:
         """Count a window; without accelerate, on the ``device`` of the first loss or model."""
         if not self._is_placed:
-            on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
+            on_gpu = self.world.size > 1 and dist.get_backend() == "nccl"
             usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-            self.device, self._is_placed = device or usual, device is not None
+            self.world.device, self._is_placed = device or usual, device is not None
         complete_shards(self, batches)
         if (window := open_unless_aside(self, batches)) is not None:
             check_shift(self)
@@ -114,7 +113,9 @@ class LoopHost(Host):
         self.state.loss.contract = plain
         self.router.forget()
         self.coupled = None
-        part = Part(plain, {Items(): self.zero}, len(batches), self.data_ranks, False, engine_divisor(self.accelerator))
+        part = Part(
+            plain, {Items(): self.zero}, len(batches), self.world.data_ranks, False, engine_divisor(self.accelerator)
+        )
         return Window(self, list(batches), part, [{} for _ in batches])
 
     def refresh_loss_source(self, batches: Sequence[Batch]) -> None:
@@ -123,8 +124,8 @@ class LoopHost(Host):
             return
         bare, is_own = self.bare(self.trained), self.loss_of is not None
         self.head, wants = "the loss" if is_own else type(bare).__name__, not is_own and wants_number(bare)
-        self.passes_number = wants if given is None else given.by_number
-        if given is not None and self.passes_number and not wants:
+        self.source.passes_number = wants if given is None else given.by_number
+        if given is not None and self.source.passes_number and not wants:
             raise ContractError(
                 f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
                 "num_items_in_batch; expected Reduction.MEAN"
@@ -132,8 +133,8 @@ class LoopHost(Host):
 
     def facts(self, batches: Sequence[Batch], number: Any) -> Setting:
         bare = self.bare(self.model)
-        required = self.passes_number and requires_number(bare)
-        handed = "all" if required else "once" if self.passes_number else "none"
+        required = self.source.passes_number and requires_number(bare)
+        handed = "all" if required else "once" if self.source.passes_number else "none"
         is_own = self.loss_of is not None
         has_z = not is_own and has_z_loss(bare)
         return self.setting(bare, handed=handed, hands_number=required, custom=is_own, has_z_loss=has_z)
@@ -143,10 +144,10 @@ class LoopHost(Host):
         module = self.model
 
         def forward(inputs: Batch, number: Tensor | None) -> Tensor:
-            tensors = {key: each.to(self.device) for key, each in inputs.items() if isinstance(each, Tensor)}
+            tensors = {key: each.to(self.world.device) for key, each in inputs.items() if isinstance(each, Tensor)}
             return self.forward(module, {**inputs, **tensors}, number)[0]
 
-        yield LossRun(forward, module, self.device, self.bare(module))
+        yield LossRun(forward, module, self.world.device, self.bare(module))
 
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
         """Loss and outputs of a forward."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.reduction import Reduction as Reduction
-from hf_accum_fix.accumulation.rules import is_near
+from hf_accum_fix.counting.items import Items
+from hf_accum_fix.counting.reduction import Reduction as Reduction
+from hf_accum_fix.counting.rules import is_near
 from hf_accum_fix.errors import ContractError
 
 #: The reason of a contract that could not be observed yet.
@@ -236,9 +236,10 @@ class LossContract:
         return self.adds_up > later.adds_up or (later.exact and is_other)
 
     @cached_property
-    def has_router_terms(self) -> bool:
-        """Whether a term is a router's loss, or one by convention."""
-        return any(each.how is How.ROUTER for each in self.terms)
+    def captures(self) -> Mapping[str, bool]:
+        """What `reading.values.capture` keeps of a forward."""
+        routers = any(each.how is How.ROUTER for each in self.terms)
+        return {"values": self.groups > 1 or self.added is not None, "routers": routers}
 
     @property
     def has_router_loss(self) -> bool:

@@ -9,15 +9,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_accum_fix.accumulation.agreement import SyncedRanks, agree
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
-from hf_accum_fix.accumulation.declared import is_compiled
-from hf_accum_fix.accumulation.look import is_of_forward, out_of_memory
-from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.core.host import Host
 from hf_accum_fix.data.balancing import unfit
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import BY_DESIGN, ContractError, RankError, StandAsideError, UnsupportedSetupError
+from hf_accum_fix.learning.agreement import SyncedRanks, agree
+from hf_accum_fix.learning.contract import NO_TARGET_SEEN, LossContract, Reduction
+from hf_accum_fix.learning.look import is_of_forward, out_of_memory
+from hf_accum_fix.learning.observe import observe
+from hf_accum_fix.reading.model import is_compiled
+from hf_accum_fix.window.host import Host
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -27,7 +27,7 @@ def settle(
 ) -> None:
     """Settle how the loss of a window is reduced: as given, or as observed on every rank.
 
-    ``asked``: all ranks know that one of them has a changed loss; the rest as of `core.window.open_window`.
+    ``asked``: all ranks know that one of them has a changed loss; the rest as of `window.window.open_window`.
 
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
@@ -36,7 +36,7 @@ def settle(
     loss, given = host.state.loss, host.options.contract
     was_settled, before = loss.is_settled, loss.contract
     if given is None:
-        if asked or not was_settled or (host.data_ranks == 1 and loss.reconsiders):
+        if asked or not was_settled or (host.world.data_ranks == 1 and loss.reconsiders):
             _observe(host, batches, number, error)
     elif not was_settled:
         loss.use_contract(given)
@@ -64,12 +64,12 @@ def _observe(host: Host, batches: Sequence[Any], number: Any, error: Exception |
         found = found.with_one_rule()
         loss.attempts += found.reason != NO_TARGET_SEEN
         # One rank's looks may have shown that.
-        host.requires_number |= found.is_read and found.hands_number
+        host.source.requires_number |= found.is_read and found.hands_number
         loss.use_contract(found)
     elif mixed > 1:
         # Windows in a row, and nothing that is looked at shows it: CenterNet's sum where nothing is to be found.
         reason = "some of its micro-batches have other terms than those that are looked at"
-        loss.use_contract(loss.contract.averaged(reason, stays=loss.contract.by_number and host.has_stock))
+        loss.use_contract(loss.contract.averaged(reason, stays=loss.contract.by_number and host.source.has_stock))
 
 
 def _of_all(host: Host, batches: Sequence[Any], number: Any) -> LossContract:
@@ -77,8 +77,8 @@ def _of_all(host: Host, batches: Sequence[Any], number: Any) -> LossContract:
     seen, error = None, None
     try:
         # Where ranks meet in every forward, none runs fewer.
-        batches = [batch for batch in batches if host.shards or host.labels_of(batch) == host.state.loss.labels]
-        with SyncedRanks(host.gather if host.world_size > 1 else None) as synced:
+        batches = [batch for batch in batches if host.world.shards or host.labels_of(batch) == host.state.loss.labels]
+        with SyncedRanks(host.gather if host.world.size > 1 else None) as synced:
             seen = _observed(host, batches, number, synced)
     except Exception as caught:
         error = caught
@@ -88,7 +88,7 @@ def _of_all(host: Host, batches: Sequence[Any], number: Any) -> LossContract:
     # Where the forward of one rank fails alone, the others would wait for it in training.
     if any(designed) or (any(of_forward) and not all(failed)):
         host.all_of(None, error)
-    plain, found = LossContract(Reduction.STOCK if host.has_stock else Reduction.PLAIN), None
+    plain, found = LossContract(Reduction.STOCK if host.source.has_stock else Reduction.PLAIN), None
     if any(failed):
         # If training runs this forward, it raises the error itself.
         return replace(plain, reason=f"its loss could not be observed: {next(filter(None, why), '')}")
@@ -119,7 +119,7 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
             host.head,
         )
         raise
-    if setting.custom and host.scales_itself and not found.by_number:
+    if setting.custom and host.source.scales_itself and not found.by_number:
         found = found.averaged("the trainer declares that it scales the loss itself", stays=True)
     if setting.doubt:
         found = replace(found, doubt=setting.doubt, reason=setting.doubt)
@@ -139,7 +139,7 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
     lengths, labelled, found, changed, troubled, observed, mixed = zip(*host.all_of(mine, error), strict=True)
     if any(troubled):
         raise StandAsideError
-    if len({length if host.shards else bool(length) for length in lengths}) > 1:
+    if len({length if host.world.shards else bool(length) for length in lengths}) > 1:
         raise ranks.uneven(dict(enumerate(lengths)))
     if len(set(labelled)) > 1:
         raise RankError(

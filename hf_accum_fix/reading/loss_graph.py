@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation import nodes
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
+from hf_accum_fix.counting.items import Items
+from hf_accum_fix.reading import nodes
+from hf_accum_fix.reading.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
 
 #: Most terms of a loss that is read.
 _MOST_TERMS = 4096

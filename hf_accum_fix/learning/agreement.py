@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.contract import NO_TARGET_SEEN, LossContract, Reduction
 
 #: Concatenate the ranks' lists in order: a collective.
 Gather: TypeAlias = "Callable[[list[Any]], list[Any]]"

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.items import Items, sample_count
-from hf_accum_fix.accumulation.join import Split
-from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
-from hf_accum_fix.accumulation.nodes import NotSavedError, factor_of, live_edges, shape_of
-from hf_accum_fix.accumulation.preserve import WithoutNoise, random_states, seed_generators
-from hf_accum_fix.accumulation.rules import is_near, ways_of_counting
-from hf_accum_fix.accumulation.values import Captured, capture
+from hf_accum_fix.counting.items import Items, sample_count
+from hf_accum_fix.counting.rules import is_near, ways_of_counting
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.join import Split
+from hf_accum_fix.reading.loss_graph import Term, ignored_index, read, without_nothing
+from hf_accum_fix.reading.nodes import NotSavedError, factor_of, live_edges, shape_of
+from hf_accum_fix.reading.values import Captured, capture
+from hf_accum_fix.trace.preserve import WithoutNoise, random_states, seed_generators
 
 #: One forward: (inputs, number or None) -> loss.
 Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
@@ -187,7 +187,7 @@ def run_with_graph(
     """A loss with its graph, and what was captured of its forward; unless ``keep``, no backward is possible."""
     passed = None if number is None else torch.tensor(number, device=loss.device)
     with (
-        capture(None, loss.head) as captured,
+        capture(loss.head) as captured,
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(_kept_small, _unpacked),
         errors_of_forward(),

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
-from hf_accum_fix.accumulation.declared import holds_shards
-from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, labels_in_words
-from hf_accum_fix.accumulation.look import LossRun, run_with_graph
-from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.observe import NUMBERS
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.preserve import preserved_state
-from hf_accum_fix.accumulation.weigh import weigh
-from hf_accum_fix.core.host import Host
+from hf_accum_fix.counting.items import Counts, Items, count_by_rules, labels_in_words
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.errors import BY_DESIGN, ContractError, StandAsideError
+from hf_accum_fix.learning.contract import NO_TARGET_SEEN, How
+from hf_accum_fix.learning.look import LossRun, run_with_graph
+from hf_accum_fix.learning.observe import NUMBERS
+from hf_accum_fix.reading.model import holds_shards
+from hf_accum_fix.reading.nodes import NotSavedError
 from hf_accum_fix.router.routing import count_routing
+from hf_accum_fix.trace.preserve import preserved_state
+from hf_accum_fix.weighing.part import Part
+from hf_accum_fix.weighing.weigh import weigh
+from hf_accum_fix.window.host import Host
 
 
 class Told(NamedTuple):
@@ -50,7 +50,7 @@ class Counted(NamedTuple):
 def count_window(
     host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None
 ) -> Counted | None:
-    """Count a window over all ranks; arguments as of `core.window.open_window`.
+    """Count a window over all ranks; arguments as of `window.window.open_window`.
 
     Returns:
         None: a rank has a changed loss, so all ranks have to settle and count again.
@@ -58,10 +58,10 @@ def count_window(
     Raises:
         StandAsideError: looking failed on a rank, so that all train as stock.
     """
-    state, contract, several = host.state, host.state.loss.contract, host.world_size > 1
+    state, contract, several = host.state, host.state.loss.contract, host.world.size > 1
     assert contract is not None
     rules = contract.rules
-    routing, error = count_routing(host, batches, error)
+    routing, error = count_routing(host, host.router, batches, error)
     nothing = (list[Counts](), [host.zero] * len(rules), "")
     try:
         each, totals, others = host.contained("counting a window", partial(_count, host, batches), nothing)
@@ -89,10 +89,10 @@ def count_window(
         # What a custom loss divides by the number of the global batch stays as it is.
         contract = contract if contract.custom and contract.by_number else contract.averaged("its labels differ")
     n: dict[Items | int, Tensor] = {**dict(zip(rules, items, strict=False))} or {Items(): host.zero}
-    corrects = state.loss.takes_correction() or (host.data_ranks == 1 and host.corrects_alone)
+    corrects = state.loss.takes_correction() or (host.world.data_ranks == 1 and host.corrects_alone)
     corrects = corrects and not is_deepspeed(host.accelerator)
     own: dict[Items | int | None, Tensor] = {**dict(zip(rules, totals, strict=True))}
-    part = Part(contract, n, len(batches), host.data_ranks, corrects, engine_divisor(host.accelerator), own)
+    part = Part(contract, n, len(batches), host.world.data_ranks, corrects, engine_divisor(host.accelerator), own)
     counted = Counted(part, each, None if number is None else items[-1])
     # On several ranks the others wait for this one until they hear of it, in the next window.
     plan, instead = partial(_by_term, host, counted, batches, routing), counted if several else None
@@ -114,8 +114,8 @@ def _count(host: Host, batches: Sequence[Any]) -> tuple[list[Counts], list[Tenso
     assert contract is not None
     _check_given(host, batches)
     others = _other_labels(host, batches)
-    strict = host.world_size > 1 and not (loss.reconsiders or others)
-    return *count_by_rules(contract.rules, batches, host.device, several_ranks=strict), others
+    strict = host.world.size > 1 and not (loss.reconsiders or others)
+    return *count_by_rules(contract.rules, batches, host.world.device, several_ranks=strict), others
 
 
 def _check_given(host: Host, batches: Sequence[Any]) -> None:
@@ -139,7 +139,7 @@ def _other_labels(host: Host, batches: Sequence[Any]) -> str:
     expected, found = host.state.loss.labels, [*map(host.labels_of, batches)]
     other = next((its for its in found if its != expected), None)
     # Without labels a model may have no loss, and other ranks wait for ever.
-    if other is None or expected is None or (host.world_size > 1 and expected and not all(found)):
+    if other is None or expected is None or (host.world.size > 1 and expected and not all(found)):
         return ""
     words = f"got a micro-batch with {labels_in_words(other)}; expected {labels_in_words(expected)}"
     return f"{words}, as in the first window: the window is averaged"
@@ -155,14 +155,15 @@ def _exchange(
 
     ``items``: by each rule, and at last as upstream counts, 0-dim; ``routing``: of `RouterLoss.count`.
     """
-    runs, like = fetched if host.shards else min(fetched, 1), items[-1]
+    world = host.world
+    runs, like = fetched if world.shards else min(fetched, 1), items[-1]
     status = ranks.pack_status(runs, error, like)
     slots = [*map(torch.stack, (items, status, [torch.full_like(like, flag) for flag in told])), routing]
     counts, summed, found, routing = torch.split(host.summed(torch.cat(slots)), [*map(len, slots)])
-    suspects, place = runs < (host.steps if host.shards else 1), {"rank": host.rank, "world_size": host.world_size}
+    suspects, place = runs < (host.steps if world.shards else 1), {"rank": world.rank, "world_size": world.size}
     ranks.check_status(summed, runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
     # Tensor-parallel ranks have all counted the same samples.
-    copies = host.world_size // host.data_ranks
+    copies = world.size // world.data_ranks
     told = Told(*map(bool, found.tolist())) if host.knows_other_ranks else told
     return [*(counts[:-1] / copies), counts[-1]], told, routing / copies
 
@@ -183,7 +184,7 @@ def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tens
         if (upstreams := next((each for each in of_number if part.totals[each] == counted.number), None)) is not None:
             totals: dict[Items | int, Tensor] = {upstreams: part.totals[upstreams], **part.totals}
             counted = counted._replace(part=replace(part, totals=totals))
-    host.router.settle(routing, max(len(batches), 1), host.data_ranks)
+    host.router.settle(routing, max(len(batches), 1), host.world.data_ranks)
     empty = None
     if batches and contract.items is not None:
         empty = part.total == 0
@@ -218,11 +219,11 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> 
                 nothing: Mapping[int, Any] = {}
                 for place, divisor in host.contained("counting by forwards", divided, nothing).items():
                     if place in own:
-                        its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.device)
+                        its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.world.device)
                         own[place] = own[place] + its[place]
     by_place = own
-    if host.world_size > 1 and own:
-        summed = host.summed(torch.stack([*own.values()])) * host.data_ranks / host.world_size
+    if host.world.size > 1 and own:
+        summed = host.summed(torch.stack([*own.values()])) * host.world.data_ranks / host.world.size
         by_place = dict(zip(own, summed.unbind(), strict=True))
     return replace(
         part, totals=dict(chain(part.totals.items(), by_place.items())), own=dict(chain(part.own.items(), own.items()))

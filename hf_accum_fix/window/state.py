@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.items import Labels
+from hf_accum_fix.counting.items import Labels
+from hf_accum_fix.learning.contract import LossContract
 
 #: Most windows in which a loss is observed that shows nothing conclusive; so many are corrected on several ranks.
 ATTEMPTS = 3
@@ -63,6 +64,20 @@ class LossState:
             self.windows_to_correct = ALWAYS
         else:
             self.counts_by_forwards = True
+
+
+@dataclass(eq=False)
+class LossSource:
+    """What computes the loss of a training."""
+
+    has_stock: bool  # a Trainer, so that there is a scale to keep where it cannot be read
+    passes_number: bool = False  # the model gets num_items_in_batch
+    requires_number: bool = False  # it cannot do without it
+    scales_itself: bool = False  # the trainer declares that it divides its loss by the accumulation steps
+    func: Callable[..., Any] | None = None  # the trainer's ``compute_loss_func``; None: it has none
+    owns_labels: bool = False  # the trainer computes the loss from the labels, which the model does not get
+    computed_by: tuple[Any, ...] = ()  # what computed it when it was observed
+    kept_back: int = 0  # as of `learning.look.LossRun`
 
 
 @dataclass(eq=False)

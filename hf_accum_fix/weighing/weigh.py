@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import How, TermSpec
-from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
-from hf_accum_fix.accumulation.loss_graph import Term, read, without_nothing
-from hf_accum_fix.accumulation.nodes import has_several_outputs, is_parameter, on_host
-from hf_accum_fix.accumulation.part import Number, Part, differ
-from hf_accum_fix.accumulation.values import Captured, Values
+from hf_accum_fix.counting.items import Items, ZeroWeightBatch, count_dtype
+from hf_accum_fix.learning.contract import How, TermSpec
+from hf_accum_fix.reading.loss_graph import Term, read, without_nothing
+from hf_accum_fix.reading.nodes import has_several_outputs, is_parameter, on_host
+from hf_accum_fix.reading.values import Captured, Values
+from hf_accum_fix.weighing.part import Number, Part, differ
 
 
 class Weighed(NamedTuple):

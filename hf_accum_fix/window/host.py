@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import decoder_pad, inside_ddp, products_are_rounded
-from hf_accum_fix.accumulation.items import Labels, count_dtype, labels_of
-from hf_accum_fix.accumulation.look import LossRun, Setting
-from hf_accum_fix.core.state import ALWAYS, TrainingState
+from hf_accum_fix.counting.items import Labels, count_dtype, labels_of
 from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.delivered import Delivery
 from hf_accum_fix.engines.engine import reduced_in
-from hf_accum_fix.engines.precision import WindowGradient
-from hf_accum_fix.engines.reached import Reached
+from hf_accum_fix.engines.ranks import World
 from hf_accum_fix.engines.sample_shards import is_cut
 from hf_accum_fix.errors import BY_DESIGN
+from hf_accum_fix.learning.contract import LossContract, Reduction
+from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
+from hf_accum_fix.reading.model import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
+from hf_accum_fix.window.state import ALWAYS, LossSource, TrainingState
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -63,41 +63,27 @@ class Host(ABC):
     Attributes:
         options: of the training.
         state: of its windows.
-        gradient: the sum of a window's gradients.
-        reached: whether it is what the optimizer uses.
+        world: the processes.
+        source: what computes its loss.
+        delivery: the way of its gradients to the optimizer.
         router: its router loss.
         repeated: samples that its dataloader repeats, for report().
         warned: names of the warnings that were given.
-        passes_number: the model gets num_items_in_batch.
-        requires_number: what computes the loss cannot do without it.
-        has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
-        scales_itself: the trainer declares that it divides its loss by the accumulation steps.
     """
 
     name: str  # of the trainer
     #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
     trained: nn.Module | None
     accelerator: AcceleratorLike | None  # the ``accelerate.Accelerator``; None: there is none
-    rank: int  # this process among all
-    world_size: int  # processes in a collective
-    data_ranks: int  # W, data-parallel ranks
-    shards: bool  # the ranks meet in every micro-batch, not only in the last one of a window
-    has_stock = False
-    scales_itself = False
-    device: torch.device  # of the counts
     coupled: WholeWindowLoss | None = None  # its loss over the whole window; None: it is each micro-batch's
-    #: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
-    over_ranks: float | None = None
-    requires_number = False
     context_parallel = False  # its step would cut samples
 
-    def __init__(self, options: Options) -> None:
-        self.options, self.state = options, TrainingState()
-        self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached(options.prove_every)
+    def __init__(self, options: Options, world: World, *, has_stock: bool) -> None:
+        self.options, self.world, self.state = options, world, TrainingState()
+        self.source, self.delivery = LossSource(has_stock), Delivery(options)
         self.router = RouterLoss(Convention(options.router_loss))
         self.repeated: dict[str, Any] = {}
         self.warned: set[str] = set()
-        self.passes_number = False
 
     @property
     def cuts_samples(self) -> bool:
@@ -108,6 +94,11 @@ class Host(ABC):
     @abstractmethod
     def head(self) -> str:
         """The model's class, for messages."""
+
+    @property
+    def troubled(self) -> bool:
+        """Whether looking at its loss failed on this rank."""
+        return self.state.troubled
 
     @property
     def where(self) -> str:
@@ -122,12 +113,12 @@ class Host(ABC):
     @property
     def zero(self) -> Tensor:
         """A count of nothing, 0-dim."""
-        return torch.zeros((), dtype=count_dtype(self.device), device=self.device)
+        return torch.zeros((), dtype=count_dtype(self.world.device), device=self.world.device)
 
     @property
     def reads_are_free(self) -> bool:
         """Whether reading a number does not wait for a device."""
-        return self.device.type == "cpu"
+        return self.world.device.type == "cpu"
 
     @property
     def readable(self) -> bool:
@@ -137,7 +128,7 @@ class Host(ABC):
     @property
     def knows_other_ranks(self) -> bool:
         """Whether every window's collective tells this rank what the others have found."""
-        return self.world_size == 1 or self.reads_are_free
+        return self.world.size == 1 or self.reads_are_free
 
     @property
     def corrects_alone(self) -> bool:
@@ -147,7 +138,7 @@ class Host(ABC):
     @property
     def is_split(self) -> bool:
         """Whether a global batch has more than one micro-batch."""
-        return self.steps * self.data_ranks > 1
+        return self.steps * self.world.data_ranks > 1
 
     def bare(self, model: nn.Module) -> nn.Module:
         """The model without the engine's wrappers."""
@@ -167,7 +158,7 @@ class Host(ABC):
 
     def model_outputs(self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None) -> Any:
         """Outputs of a forward; a model that takes num_items_in_batch gets the number."""
-        given = {"num_items_in_batch": number} if self.passes_number and number is not None else {}
+        given = {"num_items_in_batch": number} if self.source.passes_number and number is not None else {}
         return model(**{**inputs, **given})
 
     @abstractmethod
@@ -199,7 +190,7 @@ class Host(ABC):
             handed=handed,
             is_cut=self.cuts_samples,
             hands_number=hands_number,
-            world_size=self.data_ranks,
+            world_size=self.world.data_ranks,
             rounded=self.rounds_products,
             decoder_pad=decoder_pad(bare),
             **more,
@@ -211,7 +202,9 @@ class Host(ABC):
 
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
         """The value of every rank, in order; the error of one is raised on all."""
-        return ranks.all_gather_or_raise(value, error, rank=self.rank, world_size=self.world_size, gather=self.gather)
+        return ranks.all_gather_or_raise(
+            value, error, rank=self.world.rank, world_size=self.world.size, gather=self.gather
+        )
 
     @property
     def contract(self) -> LossContract | None:
@@ -282,7 +275,7 @@ class Host(ABC):
         if windows := int(state.unread):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.
-            if self.data_ranks == 1:
+            if self.world.data_ranks == 1:
                 state.loss.windows_to_correct = ALWAYS
         state.unread = 0
         if "empty" not in self.warned and bool(state.empty):
@@ -301,10 +294,14 @@ class Host(ABC):
         drops = self.options.drop_duplicates
         self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": drops}
         self.state.amend(**self.repeated)
-        if self.rank == 0:
+        if self.world.rank == 0:
             outcome = "; they are dropped" if drops else ", which count twice; drop_duplicates=True drops them"
             words = "an epoch's last micro-batches repeat %d samples to even out the ranks%s"
             logger.log(logging.INFO if drops else logging.WARNING, words, samples, outcome)
+
+    def amend(self, **facts: Any) -> None:
+        """Change what is in the report, once the training is."""
+        self.state.amend(**facts)
 
     def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
         """Keep a contract for report(); ``more``: facts that only this host has."""
@@ -317,10 +314,12 @@ class Host(ABC):
                 "exact": state.exact,
                 "inexact_windows": state.inexact,
                 "accumulation_steps": micro_batches,
-                "world_size": self.data_ranks,
-                "reduced_in": reduced_in(self.accelerator, model) if self.data_ranks > 1 and model is not None else [],
+                "world_size": self.world.data_ranks,
+                "reduced_in": reduced_in(self.accelerator, model)
+                if self.world.data_ranks > 1 and model is not None
+                else [],
                 **({} if self.coupled is None else self.coupled.facts()),
-                **self.reached.facts(),
+                **self.delivery.reached.facts(),
                 **more,
                 **self.repeated,
             }

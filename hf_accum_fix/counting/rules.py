@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.items import Items
+from hf_accum_fix.counting.items import Items
 
 #: Blocks of rows that a term may count alone: chosen texts before rejected ones (ORPO, CPO), reference texts (TPO).
 BLOCKS = ((0, 2), (2, 3))

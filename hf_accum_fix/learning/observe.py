@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, TermSpec
-from hf_accum_fix.accumulation.declared import holds_shards
-from hf_accum_fix.accumulation.items import ZeroWeightBatch, sample_count
-from hf_accum_fix.accumulation.join import Split, splits
-from hf_accum_fix.accumulation.learn import learn, number_rule
-from hf_accum_fix.accumulation.look import Comparison, Look, LossRun, Setting, look, out_of_memory
-from hf_accum_fix.accumulation.loss_graph import Term
-from hf_accum_fix.accumulation.nodes import NotSavedError
-from hf_accum_fix.accumulation.preserve import PythonState, preserved_state
-from hf_accum_fix.accumulation.rules import is_near, listed_targets, targets_padding, ways_of_counting
+from hf_accum_fix.counting.items import ZeroWeightBatch, sample_count
+from hf_accum_fix.counting.rules import is_near, listed_targets, targets_padding, ways_of_counting
+from hf_accum_fix.learning.agreement import SyncedRanks
+from hf_accum_fix.learning.contract import NO_TARGET_SEEN, Cause, How, LossContract, TermSpec
+from hf_accum_fix.learning.join import Split, splits
+from hf_accum_fix.learning.learn import learn, number_rule
+from hf_accum_fix.learning.look import Comparison, Look, LossRun, Setting, look, out_of_memory
+from hf_accum_fix.reading.loss_graph import Term
+from hf_accum_fix.reading.model import holds_shards
+from hf_accum_fix.reading.nodes import NotSavedError
+from hf_accum_fix.trace.preserve import PythonState, preserved_state
 
 logger = logging.getLogger("hf_accum_fix")
 

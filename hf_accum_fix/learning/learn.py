@@ -16,11 +16,11 @@ from dataclasses import replace
 from itertools import combinations, starmap
 from typing import Any, NamedTuple
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.items import Items
-from hf_accum_fix.accumulation.look import Comparison, Setting
-from hf_accum_fix.accumulation.loss_graph import Term
-from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
+from hf_accum_fix.counting.items import Items
+from hf_accum_fix.counting.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
+from hf_accum_fix.learning.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
+from hf_accum_fix.learning.look import Comparison, Setting
+from hf_accum_fix.reading.loss_graph import Term
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")

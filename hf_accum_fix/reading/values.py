@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_accum_fix.accumulation.contract import LossContract
-
 
 class Values(TorchFunctionMode):
     """Inside a ``with`` block, keep every single number with a gradient that a torch function returns.
@@ -52,13 +50,12 @@ class Captured:
 
 
 @contextmanager
-def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[Captured]:
-    """Around the forward of a loss; without a contract, everything is captured.
+def capture(head: nn.Module | None, *, values: bool = True, routers: bool = True) -> Iterator[Captured]:
+    """Around the forward of a loss: capture the ``values`` of its terms and the nodes of its ``routers``.
 
     ``head``: the model whose outputs have a router loss; None: there is none.
     """
-    several = contract is None or contract.groups > 1 or contract.added is not None
-    captured = Captured(Values() if several else None)
+    captured = Captured(Values() if values else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:
         for key, value in outputs.items() if isinstance(outputs, Mapping) else ():
@@ -66,9 +63,8 @@ def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[C
                 if isinstance(value, Tensor) and value.grad_fn is not None and f"_{key}".endswith(f"_{name}"):
                     captured.routers[value.grad_fn] = name
 
-    has_router = contract is None or contract.has_router_terms
     # Before the hooks of ZeRO-3, which give all outputs another node.
-    handle = head.register_forward_hook(note, prepend=True) if head is not None and has_router else None
+    handle = head.register_forward_hook(note, prepend=True) if head is not None and routers else None
     try:
         with captured.values or nullcontext():
             yield captured

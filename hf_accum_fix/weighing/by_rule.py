@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, scale_mean
-from hf_accum_fix.accumulation.part import Part
+from hf_accum_fix.counting.items import Items, ZeroWeightBatch, scale_mean
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.contract import Reduction
+from hf_accum_fix.weighing.part import Part
 
 
 def scale_of(

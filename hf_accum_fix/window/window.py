@@ -2,7 +2,7 @@
 
 window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
 for each micro-batch:
-    with adding(host, model, len(batches), begun):  # the dtype of its gradient sum
+    with host.delivery.micro_batch(host, model, len(batches), begun):  # the dtype of its gradient sum
         ...                                         # forward, window.weigh(loss, batch, captured), backward
 window.close(model)                                 # compares divisors with the prediction
 
@@ -19,19 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.accumulation.items import Counts, count_by_rules
-from hf_accum_fix.accumulation.look import is_of_forward
-from hf_accum_fix.accumulation.part import Part
-from hf_accum_fix.accumulation.values import Captured
-from hf_accum_fix.accumulation.weigh import Weighed, weigh
-from hf_accum_fix.core.contracts import settle
-from hf_accum_fix.core.count import count_window
-from hf_accum_fix.core.host import OTHER_COUNTS, Host
-from hf_accum_fix.engines.delivered import check_reached
+from hf_accum_fix.counting.items import Counts, count_by_rules
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import AccumFixError, StandAsideError
+from hf_accum_fix.learning.contract import Reduction
+from hf_accum_fix.learning.look import is_of_forward
+from hf_accum_fix.reading.values import Captured
+from hf_accum_fix.weighing.part import Part
+from hf_accum_fix.weighing.weigh import Weighed, weigh
+from hf_accum_fix.window.count import count_window
+from hf_accum_fix.window.host import OTHER_COUNTS, Host
+from hf_accum_fix.window.settle import settle
 
 _READING = "comparing a window's counts with those predicted"
 
@@ -43,7 +42,7 @@ class Window:
     host: Host  # of the training
     batches: list[Any]  # the micro-batches
     part: Part  # its denominators, and what its micro-batches have divided by
-    each: list[Counts] = field(default_factory=list)  # items of each micro-batch (see `core.count.Counted`)
+    each: list[Counts] = field(default_factory=list)  # items of each micro-batch (see `window.count.Counted`)
     number: Tensor | None = None  # as upstream counts over all ranks, 0-dim; None: upstream does not
     done: int = 0  # micro-batches that were run
     value: Tensor | None = None  # the logged loss, summed over them, 0-dim
@@ -82,7 +81,7 @@ class Window:
         """
         host, loss = self.host, self.host.state.loss
         self.ended = True
-        host.contained("ending the sum of a window's gradients", host.gradient.finish, None)
+        host.contained("ending the sum of a window's gradients", host.delivery.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
         may_change = host.state.opened == 1 and loss.contract is not None and loss.contract.is_read
         if may_change and host.knows_other_ranks and host.is_split:
@@ -95,7 +94,7 @@ class Window:
                 loss.reconsider()
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
-        check_reached(host, times)
+        host.delivery.check(host, times)
         return times
 
     def _compare(self) -> Tensor | None:
@@ -124,7 +123,7 @@ class Window:
 
     def _correction(self, counts: Tensor | None) -> Tensor | float | None:
         """Predicted over seen items, the factor for gradient and logged loss; None: 1."""
-        host, several = self.host, self.host.data_ranks > 1
+        host, several = self.host, self.host.world.data_ranks > 1
         if counts is None and not (several and self.part.is_corrected):
             return None
         # The other ranks wait for a rank without counts.

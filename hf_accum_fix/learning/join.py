@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_accum_fix.accumulation.items import has_rows, sample_count
-from hf_accum_fix.accumulation.rules import has_ignored, ways_of_counting
+from hf_accum_fix.counting.items import has_rows, sample_count
+from hf_accum_fix.counting.rules import has_ignored, ways_of_counting
 
 Batch = Mapping[str, Any]
 #: Blocks of rows, and rows that belong together next to one another.

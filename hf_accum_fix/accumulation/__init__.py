@@ -1,1 +1,0 @@
-"""The mathematics of gradient accumulation; knows no Trainer and no release."""

@@ -1,0 +1,1 @@
+"""Which inputs are items: rules that count a micro-batch."""

@@ -1,0 +1,1 @@
+"""How a loss is reduced: looks at samples of one window, and what they show."""

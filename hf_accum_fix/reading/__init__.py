@@ -1,0 +1,1 @@
+"""What a loss's autograd graph shows: its terms, and what each is divided by."""

@@ -1,0 +1,1 @@
+"""Run forwards outside of a training step, and leave no trace."""
