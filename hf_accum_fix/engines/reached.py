@@ -72,10 +72,12 @@ class Reached:
 
     Attributes:
         verdict: the last one, or the first that is wrong, for report(); None: there was none.
+        idle: no later window is checked.
     """
 
     def __init__(self, every: int = 0) -> None:
         self.verdict: Verdict | None = None
+        self.idle = False
         self._every, self._window, self._decided = every, 0, False
         self._watched: list[Watched] = []
         self._found: Verdict | None = None
@@ -146,6 +148,7 @@ class Reached:
         if verdict is not None:
             self.verdict = self.verdict if self.verdict is not None and self.verdict.wrong else verdict
             self._decided = self._decided or verdict.final or self._window >= ATTEMPTS
+            self.idle = self._decided and not self._every
         return verdict
 
     def _judge(self, ranks: Training, times: float) -> Verdict:
