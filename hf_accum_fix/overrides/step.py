@@ -1,13 +1,7 @@
 """One optimizer step under the Trainer: its window is counted, its micro-batches weighted, and its gradient checked.
 
-get_batch_samples                   the window is counted over all ranks by one collective, before its first micro-batch
-training_step                       of the Trainer, around one micro-batch
-  MicroBatch.compute_loss           the trainer's loss is computed, and weighted by its graph
-    compute_loss                    of the Trainer, which a custom one may call
-      MicroBatch.base_loss          the model runs
-  MicroBatch.backward               the engine gets the weighted loss, whatever the step made of it
-  MicroBatch.end                    the window is closed after its last; the loss to log is returned
-clip, check_step                    a window whose last micro-batch was skipped is closed
+`training_step` of the Trainer runs inside ours; in it `MicroBatch.compute_loss` weights what the trainer's own returns,
+and `MicroBatch.backward` gives the engine the weighted loss, whatever the step made of it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def weigh(
 def _ready(loss: Tensor, weight: Number, part: Part) -> Weighed:
     """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
-    return Weighed(weighed, _logged(_settled(weighed.detach().reshape(()), weight == math.inf), part))
+    value = weighed.detach().reshape(()) if weighed.ndim else weighed.detach()
+    return Weighed(weighed, _logged(_settled(value, weight == math.inf), part))
 
 
 def _logged(value: Tensor, part: Part) -> Tensor:

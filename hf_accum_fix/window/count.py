@@ -95,9 +95,6 @@ def count_window(
     return planned
 
 
-# ------------------------------------------------------------------------------------------------- by rules
-
-
 def _count(host: Host, batches: Sequence[Any]) -> tuple[list[Counts], list[Tensor], str]:
     """Items of each micro-batch of this rank, their sums, by each rule; and which other labels one has, in words.
 
@@ -138,9 +135,6 @@ def _other_labels(host: Host, batches: Sequence[Any]) -> str:
     return f"{words}, as in the first window: the window is averaged"
 
 
-# ------------------------------------------------------------------------------------------- the collective
-
-
 def _exchange(
     host: Host, fetched: int, error: Exception | None, items: list[Tensor], told: Told, routing: Tensor
 ) -> tuple[list[Tensor], Told, Tensor]:
@@ -159,9 +153,6 @@ def _exchange(
     copies = world.size // world.data_ranks
     told = Told(*map(bool, found.tolist())) if host.knows_other_ranks else told
     return [*(counts[:-1] / copies), counts[-1]], told, routing / copies
-
-
-# -------------------------------------------------------------------------------------------------- by term
 
 
 def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tensor) -> Counted:

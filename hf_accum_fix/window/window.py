@@ -1,11 +1,5 @@
 """The accumulation window: counted over all ranks by one collective, weighted as it runs, corrected at its end.
 
-window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
-for each micro-batch:
-    with host.delivery.micro_batch(host, model, len(batches), begun):  # the dtype of its gradient sum
-        ...                                         # forward, window.weigh(loss, batch, captured), backward
-window.close(model)                                 # compares divisors with the prediction
-
 If the losses of a window divided by ``N seen`` items and its rules predicted ``N predicted``, the gradient is too large
 by ``N seen / N predicted``, and is divided by that before the optimizer step, on a GPU without reading these numbers.
 """
