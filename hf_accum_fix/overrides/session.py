@@ -221,7 +221,7 @@ class Session(Host):
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
                 kept_back=lambda: self.source.kept_back,
-                hand_on=lambda: setattr(self, "requires_number", True),
+                hand_on=lambda: setattr(self.source, "requires_number", True),
             )
 
     @contextmanager
