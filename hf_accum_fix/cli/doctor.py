@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "verify this model on made-up samples instead: a class of transformers, or a checkpoint's, built small"
     parser.add_argument("--model", metavar="CLASS|FOLDER", help=about)
     form = parser.add_mutually_exclusive_group()
-    for flag, function, about in (("--verbose", to_verbose, "every defect it has"), ("--json", to_json, "as JSON")):
+    for flag, function, about in (("--verbose", to_verbose, "the release's defects"), ("--json", to_json, "as JSON")):
         form.add_argument(flag, action="store_const", const=function, dest="form", help=about)
     parser.set_defaults(form=to_text)
 
