@@ -197,7 +197,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Split:
+class SceneSplit:
     """A split of this rank's samples: ``per_device`` samples x ``steps`` accumulation steps."""
 
     scene: Scene
