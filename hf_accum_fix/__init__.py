@@ -24,6 +24,7 @@ from hf_accum_fix.errors import (
     UnsupportedVersionError,
 )
 from hf_accum_fix.options import BalanceOptions, Options
+from hf_accum_fix.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hf_accum_fix.counting.items import Items
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from hf_accum_fix.verification.report import VerificationReport
     from hf_accum_fix.verification.verify import verify
 
-__version__ = "0.1.0"
 
 __all__ = [
     "AccumFixError",

@@ -353,8 +353,8 @@ def active_handle() -> PatchHandle | None:
 
 def report() -> Report:
     """Report the installed versions, their defects, the state of the patch, and the training runs so far."""
-    from hf_accum_fix import __version__
     from hf_accum_fix.reporting import Report
+    from hf_accum_fix.version import __version__
 
     with _LOCK:
         handle: PatchHandle | None = _MEMORY.get("handle")
@@ -404,7 +404,7 @@ def _planned(options: Options) -> tuple[Environment, Plan]:
 
 def _log_patched(environment: Environment, plan: Plan) -> None:
     """Log the wrapped methods and the defects that they fix, with their factors."""
-    from hf_accum_fix import __version__
+    from hf_accum_fix.version import __version__
 
     factors = "; ".join(f"{defect.name} ({defect.gradient})" for defect in plan.fixed if defect.gradient)
     _LOG.info(

@@ -21,7 +21,7 @@ _ANNOUNCED: Final = "PYTHON_HF_ACCUM_FIX_ANNOUNCED"
 
 def on_line(environment: Environment, plan: Plan, where: str = "") -> str:
     """The line that reports that the patch is on; ``where``: a class that trains by this package without it."""
-    from hf_accum_fix import __version__
+    from hf_accum_fix.version import __version__
 
     if plan.untested is not None:
         return (
@@ -62,7 +62,7 @@ def confirm_class(name: str, options: Options) -> None:
 
 def confirm_loop(installed: str) -> None:
     """Print once per job that a loop trains by this package, unless it is switched off."""
-    from hf_accum_fix import __version__
+    from hf_accum_fix.version import __version__
 
     if _is_due():
         print_once_per_job(f"{__version__} is on in accumulation_windows: {installed}")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from hf_accum_fix.learning.contract import Reduction
 from hf_accum_fix.upstream.defects import Defect
 from hf_accum_fix.upstream.engine_defects import EngineDefect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
@@ -139,17 +138,6 @@ class Report:
         return wrapped(*lines)
 
 
-def loss_of(run: Mapping[str, Any]) -> str:
-    """How a run's loss is reduced, as the predicate of a sentence about it."""
-    of = f" ({run['items']})" if run.get("items") else ""
-    router = "".join(
-        f", plus {run[key]:g} x {name}"
-        for key, name in (("router_coefficient", "router loss"), ("router_z_coefficient", "router z-loss"))
-        if run.get(key)
-    )
-    return f"{Reduction(run['reduction']).words}{of}{router}"
-
-
 def versions(environment: Environment) -> str:
     """The installed versions, in a line."""
     return ", ".join(f"{name} {version}" for name, version in _installed(environment).items())
@@ -225,8 +213,8 @@ def _run(place: int, run: Mapping[str, Any]) -> list[str]:
     )
     verdict = "exact" if run.get("exact") else f"not exact ({run.get('reason', 'unknown')})"
     lines = wrapped(f"{place}. {run.get('head', 'a model')}{shape}: {verdict}", indent=2)
-    if run.get("reduction"):
-        lines += wrapped(f"its loss {loss_of(run)}", indent=5)
+    if run.get("loss"):
+        lines += wrapped(f"its loss {run['loss']}", indent=5)
     if run.get("reached_optimizer"):
         lines += wrapped(f"reached the optimizer: {run['reached_optimizer']}", indent=5)
     if run.get("repeated_samples"):

@@ -16,8 +16,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Final, TextIO
 
-from hf_accum_fix import __version__
 from hf_accum_fix.errors import AccumFixError, OptionsError
+from hf_accum_fix.version import __version__
 
 COMMANDS: Final = {
     "doctor": "check whether the installed release, or your model on it, trains at the right gradient",

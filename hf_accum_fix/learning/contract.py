@@ -273,6 +273,7 @@ class LossContract:
     def facts(self) -> dict[str, Any]:
         """Its entries in a report."""
         return {
+            "loss": str(self),
             "reduction": self.reduction.value,
             "items": None if self.items is None else str(self.items),
             "router_coefficient": self.router_coefficient,
