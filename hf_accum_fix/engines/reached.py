@@ -79,7 +79,7 @@ class Reached:
         self._every, self._window, self._decided = every, 0, False
         self._watched: list[Watched] = []
         self._found: Verdict | None = None
-        self._joins = self._complete = self._open = False
+        self._joins = self._complete = self._open = self._left = False
         self._unchosen = ""
         self._micro_batches = 0
         self._model: Any = None
@@ -123,6 +123,7 @@ class Reached:
                 self._watched = choose(ranks.accelerator, model)
                 # FSDP2 makes its whole parameters in the first forward.
                 self._unchosen = "" if self._watched else f"no trainable parameter has at most {ELEMENTS} elements"
+                self._left = any(each.leaf.grad is not None and bool(each.leaf.grad.any()) for each in self._watched)
         except Exception as error:
             self._unchosen = f"{type(error).__name__}: {error}"
         self._joins = due and self._found is None
@@ -151,7 +152,7 @@ class Reached:
     def _judge(self, ranks: Training, times: float) -> Verdict:
         try:
             narrow = reduced_in(ranks.accelerator, self._model) if ranks.world.data_ranks > 1 else []
-            found = judge(ranks, self._watched, times, self._micro_batches, narrow)
+            found = judge(ranks, self._watched, times, self._micro_batches, narrow, left=self._left)
             return replace(found, words=f"not checked: {self._unchosen}") if self._unchosen else found
         except Exception as error:
             return Verdict(f"not checked: {type(error).__name__}: {error}")
@@ -181,7 +182,15 @@ def unsuitable(ranks: Training) -> str:
 
 
 @torch.no_grad()
-def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Verdict:
+def judge(
+    ranks: Training,
+    watched: Sequence[Watched],
+    times: float,
+    steps: int,
+    narrow: Sequence[str],
+    *,
+    left: bool = False,
+) -> Verdict:
     """Compare what was delivered on all ranks with what is used on this one: two collectives.
 
     Args:
@@ -190,6 +199,7 @@ def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int,
         times: what the gradient was multiplied by since.
         steps: micro-batches of the window.
         narrow: the dtypes in which gradients are reduced, and communication hooks.
+        left: there were gradients before the first micro-batch.
     """
     zeros = partial(torch.zeros, dtype=count_dtype(ranks.world.device), device=ranks.world.device)
     delivered = [zeros(each.numel) if each.total is None else each.total.to(ranks.world.device) for each in watched]
@@ -241,10 +251,11 @@ def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int,
                 epsilon=max(epsilon / ranks.world.size, reduced),
             )
         )
-    return _verdict(differences, steps, ranks.world.data_ranks, math.sqrt(errors / norms) if norms else 0.0)
+    error = math.sqrt(errors / norms) if norms else 0.0
+    return _verdict(differences, steps, ranks.world.data_ranks, error, left=left)
 
 
-def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float) -> Verdict:
+def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float, *, left: bool) -> Verdict:
     several = f"{len(differences)} parameter{'s' * (len(differences) != 1)}"
     if not differences:
         return Verdict("not checked: the gradient is zero", final=False)
@@ -256,7 +267,7 @@ def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: f
     words = f"{amount}, on {len(wrong)} of {several}"
     # A report is data for JSON.
     finite = error if math.isfinite(error) else None
-    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks)})", finite, wrong=True)
+    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks, left=left)})", finite, wrong=True)
 
 
 def _epsilon(name: str) -> float:
