@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -217,6 +218,29 @@ def test_a_loss_of_ones_own(name: str, given: bool, way: str) -> None:
     assert torch.allclose(model.weight.grad, wanted, rtol=1e-14)
     whole = loss_of(model, rows)
     assert float(window.mean_loss()) == pytest.approx(float(whole["loss"] if name == "outputs" else whole), rel=1e-14)
+
+
+class OfOneDict(nn.Linear):
+    def forward(self, batch: Any) -> Any:
+        return squares(super().forward, batch), {"seen": 1}
+
+
+class OfKeywords(nn.Linear):
+    def forward(self, **batch: Any) -> Any:
+        return {"loss": squares(super().forward, batch)}
+
+
+@pytest.mark.parametrize("cls", [OfOneDict, OfKeywords])
+def test_a_model_that_takes_one_dict_or_any_keyword(cls: type[nn.Linear]) -> None:
+    torch.manual_seed(0)
+    rows, model = {"inputs": torch.randn(5, 4).double(), "targets": torch.randn(5).double()}, cls(4, 1).double()
+    (wanted,) = torch.autograd.grad(squares(partial(nn.Linear.forward, model), rows), model.weight)
+    batches = [{key: value[place] for key, value in rows.items()} for place in (slice(3), slice(3, 5))]
+    for window in accumulation_windows(batches, steps=2):
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss((lambda its, given: its(given)) if cls is OfOneDict else model, batch).backward()
+    assert torch.allclose(model.weight.grad, wanted, rtol=1e-12)
 
 
 def test_the_loss_of_the_model_and_one_of_ones_own_are_said(said: Said) -> None:
