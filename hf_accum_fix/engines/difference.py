@@ -99,13 +99,11 @@ def factor_in_words(ratio: float, steps: int, ranks: int) -> str:
     return " or ".join(each.value for each in found if each not in same)
 
 
-def looks_like(every: Sequence[Difference], steps: int, ranks: int, *, left: bool = False) -> str:
+def looks_like(every: Sequence[Difference], steps: int, ranks: int) -> str:
     """What could have made these differences of one window, of which one is wrong at least.
 
-    ``steps``: G; ``ranks``: W; ``left``: there were gradients before its first micro-batch.
+    ``steps``: G; ``ranks``: W.
     """
-    if left:
-        return "gradients were there as the window began: call optimizer.zero_grad() after each step"
     wrong = [each for each in every if each.is_wrong]
     if not all(math.isfinite(each.error) for each in wrong):
         return "numbers that are not finite: an overflow on the way"

@@ -36,6 +36,7 @@ ATTEMPTS: Final = 8
 #: Why a training is not exact.
 OTHER_GRADIENT: Final = "the optimizer gets another gradient than autograd delivered"
 _STEPS_INSIDE: Final = "an optimizer steps inside the backward"
+_LEFT: Final = "gradients were there as the window began: call optimizer.zero_grad() after each step"
 _FAILED: Final = "a micro-batch, or reading its gradient, failed on a rank"
 _OTHERS: Final = "parameters could not be chosen, or are others, on some ranks"
 #: Numbers of a parameter in the second collective.
@@ -79,8 +80,8 @@ class Reached:
         self._every, self._window, self._decided = every, 0, False
         self._watched: list[Watched] = []
         self._found: Verdict | None = None
-        self._joins = self._complete = self._open = self._left = False
-        self._unchosen = ""
+        self._joins = self._complete = self._open = False
+        self._unchosen, self._left = "", False
         self._micro_batches = 0
         self._model: Any = None
 
@@ -152,7 +153,9 @@ class Reached:
     def _judge(self, ranks: Training, times: float) -> Verdict:
         try:
             narrow = reduced_in(ranks.accelerator, self._model) if ranks.world.data_ranks > 1 else []
-            found = judge(ranks, self._watched, times, self._micro_batches, narrow, left=self._left)
+            found = judge(ranks, self._watched, times, self._micro_batches, narrow)
+            if found.wrong and self._left:
+                found = replace(found, words=f"{found.words.partition(' (')[0]} ({_LEFT})")
             return replace(found, words=f"not checked: {self._unchosen}") if self._unchosen else found
         except Exception as error:
             return Verdict(f"not checked: {type(error).__name__}: {error}")
@@ -182,15 +185,7 @@ def unsuitable(ranks: Training) -> str:
 
 
 @torch.no_grad()
-def judge(
-    ranks: Training,
-    watched: Sequence[Watched],
-    times: float,
-    steps: int,
-    narrow: Sequence[str],
-    *,
-    left: bool = False,
-) -> Verdict:
+def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Verdict:
     """Compare what was delivered on all ranks with what is used on this one: two collectives.
 
     Args:
@@ -199,7 +194,6 @@ def judge(
         times: what the gradient was multiplied by since.
         steps: micro-batches of the window.
         narrow: the dtypes in which gradients are reduced, and communication hooks.
-        left: there were gradients before the first micro-batch.
     """
     zeros = partial(torch.zeros, dtype=count_dtype(ranks.world.device), device=ranks.world.device)
     delivered = [zeros(each.numel) if each.total is None else each.total.to(ranks.world.device) for each in watched]
@@ -251,11 +245,10 @@ def judge(
                 epsilon=max(epsilon / ranks.world.size, reduced),
             )
         )
-    error = math.sqrt(errors / norms) if norms else 0.0
-    return _verdict(differences, steps, ranks.world.data_ranks, error, left=left)
+    return _verdict(differences, steps, ranks.world.data_ranks, math.sqrt(errors / norms) if norms else 0.0)
 
 
-def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float, *, left: bool) -> Verdict:
+def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float) -> Verdict:
     several = f"{len(differences)} parameter{'s' * (len(differences) != 1)}"
     if not differences:
         return Verdict("not checked: the gradient is zero", final=False)
@@ -267,7 +260,7 @@ def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: f
     words = f"{amount}, on {len(wrong)} of {several}"
     # A report is data for JSON.
     finite = error if math.isfinite(error) else None
-    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks, left=left)})", finite, wrong=True)
+    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks)})", finite, wrong=True)
 
 
 def _epsilon(name: str) -> float:

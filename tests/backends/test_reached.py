@@ -133,7 +133,7 @@ def test_a_gradient_of_zero_is_looked_at_again() -> None:
 
 
 def test_a_failing_check_ends_no_training(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+    def fails(*_: Any) -> None:
         raise ValueError("no gradient")
 
     monkeypatch.setattr(reached, "judge", fails)
@@ -170,7 +170,7 @@ def test_a_gradient_that_an_engine_does_not_show_is_not_called_lost(
 
 @pytest.mark.parametrize("place", ["_add", "used"])
 def test_a_gradient_that_cannot_be_read_ends_no_training(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+    def fails(*_: Any) -> None:
         raise ValueError("no gradient")
 
     monkeypatch.setattr(Watched, place, fails) if place == "_add" else monkeypatch.setattr(watched, "_gradient", fails)
