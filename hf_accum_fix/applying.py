@@ -315,6 +315,8 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
 
     from hf_accum_fix.upstream.seams import GUARD, TRAINER_MODULE
 
+    if not isinstance(quiet, bool):
+        raise OptionsError(f"got quiet={quiet!r}; expected True or False")
     decided = options_from(options)
     if not enabled():
         _LOG.info("%s switches hf-accum-fix off: transformers.Trainer is not patched", SWITCH)

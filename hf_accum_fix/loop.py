@@ -152,10 +152,10 @@ class AccumulationWindow:
             0-dim, without gradient, on the device; reading it waits for the device.
 
         Raises:
-            SeamError: if no loss of this window has been computed.
+            SeamError: if a micro-batch of this window was not run, or no loss has been computed.
         """
-        if self._window is None or self._window.value is None:
-            raise SeamError("got mean_loss() before any loss of this window; call it after loss()")
+        if self._window is None or self._window.value is None or self._begun < len(self):
+            raise SeamError(f"got mean_loss() after {self._begun} of {len(self)} micro-batches; expected all of them")
         loss = self._window.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world.size
 

@@ -140,6 +140,12 @@ def test_the_environment_switches_it_off(
     assert hf_accum_fix.report().state == "switched off"
 
 
+def test_quiet_is_a_bool() -> None:
+    with pytest.raises(OptionsError, match="got quiet='no'; expected True or False"):
+        hf_accum_fix.apply(quiet="no")  # type: ignore[arg-type]
+    assert is_original()
+
+
 def test_the_environment_switch_must_mean_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ACCUM_FIX", "on")
     assert hf_accum_fix.apply().active

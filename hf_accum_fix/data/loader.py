@@ -58,7 +58,9 @@ def in_windows(
 
 
 def skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
-    """Resume inside of what wraps a dataloader."""
+    """Resume inside of what wraps a dataloader; a stream, whose passes upstream does not count, by its windows."""
+    if isinstance(dataloader, WholeWindows) and length_hint(dataloader, -1) < 0:
+        return dataloader.past(num_batches)
     if isinstance(dataloader, _WRAPPED):
         return dataloader.around(skip_first_batches(original, dataloader.__wrapped__, num_batches))
     # By its attributes: DeepSpeed may not be installed.

@@ -41,10 +41,21 @@ class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]
         super().__init__(loader)
         self._self_steps = steps
         self._self_opened = opened
+        self._self_skipped = self._self_passes = 0
 
     def around(self, loader: Any) -> WholeWindows:
         """The same for another loader: the rest of a resumed epoch."""
         return WholeWindows(loader, self._self_steps, self._self_opened)
+
+    def past(self, batches: int) -> WholeWindows:
+        """Begin the next epoch after the windows of so many micro-batches of a stream, perhaps in a later pass."""
+        self._self_skipped = batches // self._self_steps
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the pass of a stream, which upstream counts anew where it resumes."""
+        if hasattr(self.__wrapped__, "set_epoch"):
+            self.__wrapped__.set_epoch(epoch + self._self_passes)
 
     def __len__(self) -> int:
         """Micro-batches of an epoch, with the placeholders.
@@ -56,9 +67,19 @@ class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch; a window is fetched whole before its first micro-batch is yielded."""
-        batches = iter(self.__wrapped__)
-        while window := list(islice(batches, self._self_steps)):
+        windows, skipped, self._self_skipped = self._windows(), self._self_skipped, 0
+        passed = sum(1 for _ in islice(windows, skipped))
+        if 0 < passed < skipped:
+            self._self_passes, skipped = divmod(skipped, passed)
+            self.set_epoch(0)
+            windows = islice(self._windows(), skipped, None)
+        for window in windows:
             if self._self_opened is not None:
                 self._self_opened(window)
             yield from [PlaceholderBatch.like(window[-1])] * (self._self_steps - len(window))
             yield from window
+
+    def _windows(self) -> Iterator[list[Any]]:
+        batches = iter(self.__wrapped__)
+        while window := list(islice(batches, self._self_steps)):
+            yield window

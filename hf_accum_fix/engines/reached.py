@@ -36,6 +36,7 @@ ATTEMPTS: Final = 8
 #: Why a training is not exact.
 OTHER_GRADIENT: Final = "the optimizer gets another gradient than autograd delivered"
 _STEPS_INSIDE: Final = "an optimizer steps inside the backward"
+_LEFT: Final = "gradients were there as the window began: call optimizer.zero_grad() after each step"
 _FAILED: Final = "a micro-batch, or reading its gradient, failed on a rank"
 _OTHERS: Final = "parameters could not be chosen, or are others, on some ranks"
 #: Numbers of a parameter in the second collective.
@@ -82,7 +83,7 @@ class Reached:
         self._watched: list[Watched] = []
         self._found: Delivered | None = None
         self._joins = self._complete = self._open = False
-        self._unchosen = ""
+        self._unchosen, self._left = "", False
         self._micro_batches = 0
         self._model: Any = None
 
@@ -125,6 +126,7 @@ class Reached:
                 self._watched = choose(ranks.accelerator, model)
                 # FSDP2 makes its whole parameters in the first forward.
                 self._unchosen = "" if self._watched else f"no trainable parameter has at most {ELEMENTS} elements"
+                self._left = any(each.leaf.grad is not None and bool(each.leaf.grad.any()) for each in self._watched)
         except Exception as error:
             self._unchosen = f"{type(error).__name__}: {error}"
         self._joins = due and self._found is None
@@ -155,6 +157,8 @@ class Reached:
         try:
             narrow = reduced_in(ranks.accelerator, self._model) if ranks.world.data_ranks > 1 else []
             found = judge(ranks, self._watched, times, self._micro_batches, narrow)
+            if found.wrong and self._left:
+                found = replace(found, words=f"{found.words.partition(' (')[0]} ({_LEFT})")
             return replace(found, words=f"not checked: {self._unchosen}") if self._unchosen else found
         except Exception as error:
             return Delivered(f"not checked: {type(error).__name__}: {error}")

@@ -183,11 +183,13 @@ def _can_divide(batch: Batch, height: int = 0) -> bool:
     if height and len(parts) > 1:
         return False
     values = (pair for part in parts for pair in part.items() if has_rows(pair[1]))
-    return all(_is_plain(value) and len(value) in heights and not _is_of_graph(key) for key, value in values)
+    return all(_is_plain(value) and len(value) in heights and not _is_of_graph(key, value) for key, value in values)
 
 
-def _is_of_graph(key: str) -> bool:
-    return any(each in key for each in _OF_GRAPHS)
+def _is_of_graph(key: str, value: Any) -> bool:
+    """Whether its rows are no samples: edges, or PyG's ``batch`` (the graph of each node, from 0 on) and ``ptr``."""
+    is_index = key in ("batch", "ptr") and isinstance(value, Tensor) and value.ndim == 1 and not value[:1].any()
+    return any(each in key for each in _OF_GRAPHS) or (is_index and bool((value.diff() >= 0).all()))
 
 
 def _is_plain(value: Any) -> bool:
@@ -214,7 +216,7 @@ def join(one: Batch, other: Batch, blocks: int = 1) -> dict[str, Any] | None:
 
     Several ``blocks``: both parts of the first, then of the second. A batch joined with itself keeps what has no rows.
     """
-    if any(map(_is_of_graph, one)):
+    if any(each in key for key in one for each in _OF_GRAPHS):
         return None
     result: dict[str, Any] = {}
     on_left = _pads_on_left(one) | _pads_on_left(other)
@@ -260,6 +262,8 @@ def _concatenated(key: str, one: Tensor, other: Tensor, *, on_left: bool) -> Ten
     """Two inputs as one, padded along the axis that differs; position ids of three axes have their samples second."""
     if one.ndim == 0 or one.ndim != other.ndim or not (_is_plain(one) and _is_plain(other)):
         return None
+    if _is_of_graph(key, one) and _is_of_graph(key, other):  # No edges are joined.
+        other = other + one[-1] + 1 if key == "batch" else other[1:] + one[-1]
     axis = int("position" in key and one.ndim == 3 and len(one) == 3)
     wider = [at for at in range(one.ndim) if at != axis and one.shape[at] != other.shape[at]]
     if len(wider) == 1:

@@ -26,6 +26,8 @@ _BESIDE = {
     "memory_gib": re.compile(rf"\bmemory:\s*{_NUMBER}GiB"),
     "learning_rate": re.compile(rf"\bLR:\s*{_NUMBER}"),
 }
+#: Cells without a number, as pandas and Python write them.
+_EMPTY = ("", "None", "N/A", "NA", "null", "-")
 _KINDS = ("*.jsonl", "*.csv", "*.tsv", "*.log", "*.txt")
 
 
@@ -39,24 +41,37 @@ def _json_lines(lines: Iterable[str]) -> Iterator[Row]:
 
 
 def _table(lines: Iterable[str]) -> Iterator[Row]:
-    """Cells as numbers, None where one is empty or no number, but for a step, which may have another name."""
+    """Cells as numbers, None where one is empty or no number, but for a step, which may have another name.
+
+    A row that cannot be read, and counts each of its lines, has another number of cells than the header, or text in a
+    column of numbers.
+    """
     lines = iter(lines)
     first = next(lines, "")
     delimiter = max(",;\t", key=re.sub(r'"[^"]*"', "", first).count)
     (header,) = csv.reader([first], delimiter=delimiter, skipinitialspace=True) if first else ([],)
-    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
-    while True:
+    header = [key.strip() for key in header]
+    reader, of_numbers = csv.reader(lines, delimiter=delimiter, skipinitialspace=True), set[str]()
+    cells: list[str] | None = []
+    while cells is not None:
+        before = reader.line_num
         try:
             cells = next(reader, None)
         except csv.Error:
-            yield {}
+            cells = [""]
+        if not cells:
             continue
-        if cells is None:
-            return
-        row = {key.strip(): number(cell) for key, cell in zip(header, cells, strict=False)}
+        texts = dict(zip(header, map(str.strip, cells), strict=False))
+        row = {key: number(text) for key, text in texts.items()}
+        of_numbers |= {key for key, value in row.items() if value is not None}
+        words = {key for key, text in texts.items() if row[key] is None and text not in _EMPTY}
         row = {key: value for key, value in row.items() if value is not None or key not in STEP_KEYS}
-        if cells:
-            yield row if any(value is not None for value in row.values()) else {}
+        is_ragged = len(cells) < len(header) or any(cells[len(header) :])
+        if is_ragged or words & of_numbers or all(value is None for value in row.values()):
+            # An open quote takes the lines up to the next one into its cell.
+            yield from [{}] * (reader.line_num - before)
+        else:
+            yield row
 
 
 def _console(lines: Iterable[str]) -> Iterator[Row]:
@@ -148,8 +163,10 @@ def _of_file(file: Path) -> Run:
             rows = _LINES[file.suffix](lines) if file.suffix in _LINES else json.load(lines)["log_history"]
             for row in rows:
                 columns.add(row if isinstance(row, dict) else {})
-        return columns.run(str(file.parent if file.name == "trainer_state.json" else file))
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        # TensorBoard exports one number, which only the name of the file tells.
+        tag = re.search(r"-tag-(?:train_)?(.+?)(?:_train)?$", file.stem.lower())
+        return columns.run(str(file.parent if file.name == "trainer_state.json" else file), tag[1] if tag else "loss")
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, csv.Error) as error:
         raise LogsError(
             f"{file} could not be read ({type(error).__name__}: {error}); expected a trainer_state.json with a "
             "log_history, a .jsonl file with an object a line, or a .csv file with a header"

@@ -95,8 +95,8 @@ class Columns:
                 name = printable(key.removeprefix("train/").replace("eval/", "eval_"))
                 self._points.setdefault(name, {})[step] = its
 
-    def run(self, name: str) -> Run:
-        """All so far.
+    def run(self, name: str, value: str = "loss") -> Run:
+        """All so far; ``value``: the name of TensorBoard's ``Value``.
 
         Raises:
             ValueError: if most rows could not be read.
@@ -105,6 +105,8 @@ class Columns:
         if 2 * self._bad > self._rows:
             raise ValueError(f"{words} could not be read")
         series = {key: Series(*zip(*sorted(its.items()), strict=True)) for key, its in self._points.items()}
+        if "Wall time" in series and "Value" in series:
+            series.setdefault(printable(value), series.pop("Value"))
         for wanted, others in _ALIASES.items():
             found = next((key for key in (wanted, *others) if key in series), None)
             if found is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from hf_accum_fix.errors import SeamError
+from hf_accum_fix.errors import OptionsError, SeamError
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import (
     ACCELERATOR,
@@ -71,6 +71,10 @@ def require_trainer(trainer: TrainerLike) -> dict[str, str]:
 
 def require_accelerator(accelerator: Any) -> dict[str, str]:
     """The same for an ``accelerate.Accelerator``."""
+    if not hasattr(accelerator, "backward"):
+        raise OptionsError(
+            f"got accelerator={accelerator!r}; expected an accelerate.Accelerator; without one pass steps=G alone"
+        )
     off = require(ACCELERATOR, accelerator, "object")
     off |= require(PROCESSES, accelerator.state, "object") | require(ACCELERATOR, accelerator, "class")
     if accelerator.distributed_type == "DEEPSPEED":

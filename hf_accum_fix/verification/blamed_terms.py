@@ -91,7 +91,11 @@ def _shown(lines: Lines) -> str:
 def _scale(terms: Sequence[Term], weight: float) -> float | None:
     if len(terms) > 1 or not terms[0].readable or any(each.learnt for each in terms[0].factors):
         return None
-    return weight * math.prod(float(f.value) ** (-1 if f.divides else 1) for f in terms[0].factors)
+    return weight * math.prod(_inverse(float(f.value)) if f.divides else float(f.value) for f in terms[0].factors)
+
+
+def _inverse(value: float) -> float:
+    return 1 / value if value else math.inf
 
 
 def _alone(its: Sequence[Term], terms: Sequence[Term], gradient: Callable[[], Tensor]) -> Tensor:

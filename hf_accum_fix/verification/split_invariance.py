@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -115,8 +115,13 @@ def split_invariance(
         tolerance: largest relative error that counts as equal; None: 1000 machine epsilons of the coarsest dtype.
 
     Raises:
-        OptionsError: if the batch cannot be split or has no gradient, or the loss is not one finite number.
+        OptionsError: if the batch cannot be split or has no gradient, the loss is not one finite number, or an argument
+            is invalid.
     """
+    if not (isinstance(ranks, Sequence) and ranks and all(type(each) is int and each > 0 for each in ranks)):
+        raise OptionsError(f"got ranks={ranks!r}; expected numbers of ranks; pass ranks=(1, 2)")
+    if over_micro_batches not in get_args(Combine):
+        raise OptionsError(f"got over_micro_batches={over_micro_batches!r}; expected one of {get_args(Combine)}")
     runs = _Runs(loss_fn, batch, parameters, over_micro_batches)
     whole = runs.gradient(Layout((runs.samples,)))
     norm = float(whole.norm())
@@ -126,6 +131,8 @@ def split_invariance(
             "batch's tensors to train require a gradient"
         )
     layouts = [each for number in ranks for each in _layouts(runs.samples, number, uneven=uneven)]
+    if not layouts:
+        raise OptionsError(f"got ranks={ranks!r} for {runs.samples} samples; expected fewer ranks, or more samples")
     errors = [(each, float((runs.gradient(each) - whole).norm()) / norm) for each in layouts]
     limit = _ROUNDINGS * runs.eps if tolerance is None else tolerance
     off = sorted((each for each in errors if not each[1] <= limit), key=lambda each: -each[1])
@@ -143,13 +150,16 @@ class _Runs:
     def __init__(
         self, loss_fn: Callable[..., Tensor], batch: Mapping[str, Any], parameters: Sequence[Tensor], over: Combine
     ) -> None:
+        if not (callable(loss_fn) and isinstance(batch, Mapping)):
+            got = f"{type(loss_fn).__name__} and {type(batch).__name__}"
+            raise OptionsError(f"got {got}; expected a function and a mapping; pass loss_fn and batch in this order")
         self._loss_fn, self._parameters, self._averages = loss_fn, tuple(parameters), over == "mean"
         tensors = {key: x for key, x in batch.items() if isinstance(x, Tensor)}
         wide = {key: x.detach().double() for key, x in tensors.items() if x.is_floating_point()}
         self._batch = {**batch, **wide}
         self._trained = [key for key, x in tensors.items() if x.requires_grad]
         lengths = {key: len(x) for key, x in batch.items() if _has_rows(x)}
-        if len(set(lengths.values())) != 1 or next(iter(lengths.values())) < 2:
+        if len(set(lengths.values())) != 1 or min(lengths.values()) < 2:
             raise OptionsError(f"got a batch of {lengths} rows; expected equally many, and at least 2; pass [B, ...]")
         self.samples = next(iter(lengths.values()))
         self.eps = max([torch.finfo(x.dtype).eps for x in self._parameters], default=torch.finfo(torch.float64).eps)
@@ -180,7 +190,13 @@ class _Runs:
             rows = {key: x.clone() if isinstance(x, Tensor) else x for key, x in self._rows(start, stop).items()}
             given = {**rows, **{key: leaf.clone() for key, leaf in leaves.items()}}
             window = WholeBatch(dict(self._batch), of_rank, each, layout.ranks)
-            loss = self._loss_fn(given, window) if self._takes_window else self._loss_fn(given)
+            try:
+                loss = self._loss_fn(given, window) if self._takes_window else self._loss_fn(given)
+            except ZeroDivisionError as error:
+                raise OptionsError(
+                    f"got a division by zero from loss_fn at micro-batches of {layout} samples; expected a divisor "
+                    "above zero; clamp it, or take it from the window"
+                ) from error
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise OptionsError(f"got {shown} from loss_fn; expected a tensor of one number; return the loss alone")

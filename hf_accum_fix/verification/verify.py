@@ -19,6 +19,7 @@ from hf_accum_fix.overrides.session import session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.progress import Progress
+from hf_accum_fix.upstream.environment import upstream_class
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import compare, gathered
@@ -76,6 +77,11 @@ def verify(
     """
     if windows < 1 or step < 0:
         raise OptionsError(f"got windows={windows}, step={step}; expected windows >= 1 and step >= 0")
+    if upstream_class(type(trainer)) is None:
+        got = f"the class {trainer.__name__}" if isinstance(trainer, type) else type(trainer).__name__
+        raise OptionsError(
+            f"got {got}; expected a built transformers.Trainer; pass Trainer(model=..., args=..., train_dataset=...)"
+        )
     head = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
     blank = VerificationReport(
         type(trainer).__name__, head, transformers.__version__, active_mode(trainer), could_not_tell("nothing was run")

@@ -148,7 +148,7 @@ class Part:
         if not self.counted:
             return torch.zeros(2, dtype=count_dtype(self.device), device=self.device)
         place = next(iter(self.counts))
-        counts, spec = self._stacked(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
+        counts, spec = self.divisors(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
         # A copy of a micro-batch may have other targets than were counted; one that has other terms is none of these.
         planned = self.own.get(place, scaled(self.own.get(spec.rule), spec.ratio))
         if planned is None or len(self.counts[place]) < self.micro_batches:
@@ -159,17 +159,17 @@ class Part:
         """Whether terms divided by other items than planned, 0-dim on the device; None: one count, or none."""
         places, terms, flags = [*self.counts], self.contract.terms, list[Tensor]()
         for place in places[int(self.counted and self.is_corrected) :]:
-            seen, planned = self._stacked(place)
+            seen, planned = self.divisors(place)
             if self.counted and self.is_corrected:
                 # Terms of one weight have to divide by the same items in every micro-batch.
                 ratio, of_first = (terms[at].ratio if terms else 1.0 for at in (place, places[0]))
-                planned = self._stacked(places[0])[0] * (ratio / of_first)
+                planned = self.divisors(places[0])[0] * (ratio / of_first)
             elif self.is_corrected:
                 seen, planned = seen.sum(), planned.sum()
             flags.append(((seen - planned).abs() > 1e-6 * planned.abs()).any())
         return torch.stack(flags).any() if flags else None
 
-    def _stacked(self, place: int) -> Tensor:
+    def divisors(self, place: int) -> Tensor:
         """The divisors of a term in all micro-batches, and what they were planned to be: [2, micro-batches]."""
         dtype, counts = count_dtype(self.device), [*zip(*self.counts[place], strict=True)]
         return torch.stack([stacked(each, dtype, self.device) for each in counts])

@@ -25,7 +25,7 @@ from hf_accum_fix.router.router_loss import weighted_router_loss
 from hf_accum_fix.weighing.part import Part
 from hf_accum_fix.weighing.weigh import Weighed, weigh
 from hf_accum_fix.window.count import count_window
-from hf_accum_fix.window.host import OTHER_COUNTS, Host
+from hf_accum_fix.window.host import Host
 from hf_accum_fix.window.settle import settle
 
 _READING = "comparing a window's counts with those predicted"
@@ -129,11 +129,11 @@ class Window:
         if differs is not None and not host.readable:
             state.unread = state.unread + differs.long()
         elif differs is not None and bool(differs):
-            state.told.differs, why = True, OTHER_COUNTS
-            if part.counted:
-                seen, predicted = part.summed().tolist()
-                kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
-                why = f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}"
+            each = [(place, *pair) for place in part.counts for pair in part.divisors(place).T.tolist()]
+            place, seen, predicted = max(each, key=lambda its: abs(its[1] - its[2]))
+            name = f"its term {part.contract.terms[place].shape[0]}" if len(part.counts) > 1 else "its loss"
+            kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
+            state.told.differs, why = True, f"{name} divides by {seen:g} items; {predicted:g} were predicted{kept}"
             host.report_inexact(why)
         return counts
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accum_fix.learning.join import splits
+from hf_accum_fix.learning.join import join, splits
 
 Batch = Mapping[str, Any]
 
@@ -265,3 +265,17 @@ def test_texts_are_joined_with_those_of_another_width() -> None:
     """Without a mask only that shows whether padding enters the loss."""
     (whole, one, other, *_), *_ = splits([tokens(3, 1, 2, 4), tokens(4, 1, 2, 2), tokens(2, 1, 2, 3, width=4)])
     assert len(whole["labels"]) == 8 and {one["labels"].shape[1], other["labels"].shape[1]} == {4, 5}
+
+
+def test_graphs_are_numbered_on() -> None:
+    """PyG's index of each node's graph, and the first node of each; what is no such index stays as it is."""
+    one = {"x": torch.ones(3, 2), "batch": torch.tensor([0, 0, 1]), "ptr": torch.tensor([0, 2, 3])}
+    other = {"x": torch.ones(2, 2), "batch": torch.tensor([0, 0]), "ptr": torch.tensor([0, 2])}
+    joined = join(one, other)
+    assert joined is not None and joined["x"].shape == (5, 2)
+    assert joined["batch"].tolist() == [0, 0, 1, 2, 2] and joined["ptr"].tolist() == [0, 2, 3, 5]
+    assert not [split for split in splits([one]) if split.group or (split.apart and split.are_distinct)]
+    plates = join(
+        {"x": torch.ones(2, 2), "batch": torch.tensor([1, 0])}, {"x": torch.ones(1, 2), "batch": torch.tensor([1])}
+    )
+    assert plates is not None and plates["batch"].tolist() == [1, 0, 1]

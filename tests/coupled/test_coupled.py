@@ -286,6 +286,8 @@ def test_what_weights_samples_does_not_go_with_it() -> None:
         Options(coupled_loss="exact", drop_duplicates=True)
     with pytest.raises(OptionsError, match="a tuple of module names"):
         Options(coupled="one")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="which reads no module; expected 'rank' or 'exact'"):
+        Options(coupled=("one",))
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------

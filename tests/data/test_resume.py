@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from tests.data.runs import by_length, reference, samples_of, train
-from tests.numerics.heads import HEADS, before
+from tests.numerics.epochs import Stream
+from tests.numerics.heads import HEADS, Sample, before
 from tests.numerics.parity import relative
 
 #: Seven micro-batches of an epoch in windows of three, three and one; "drop_last" leaves out the eleventh sample.
@@ -64,6 +66,32 @@ def test_cut_and_resumed_it_is_the_uncut_trajectory(kind: str, tmp_path: Path) -
         assert found.windows == uncut.windows[at:]
         assert found.losses == uncut.losses
         assert all(torch.equal(found.change[key], uncut.change[key]) for key in uncut.change)
+
+
+class Turned(Stream):
+    """A stream that begins with another sample in each pass."""
+
+    first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = epoch % len(self.samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples[self.first :] + self.samples[: self.first])
+
+
+@pytest.mark.parametrize("at", [2, 3, 4, 7])
+def test_a_stream_is_resumed_in_any_pass(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of three windows, cut in the first one, at its end, and in the second and third."""
+    monkeypatch.setattr("tests.data.runs.Stream", Turned)
+    given: dict[str, Any] = {"per_device": 1, "accumulate": 3, "stream": True, "max_steps": 10}
+    samples = samples_of("bert-mlm", 7)
+    uncut = train("bert-mlm", samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=1, **given)
+    assert uncut.windows[:4] == [[0, 1, 2], [3, 4, 5], [6], [1, 2, 3]]
+    checkpoint = tmp_path / "uncut" / f"checkpoint-{at}"
+    found = train("bert-mlm", samples, "apply", tmp_path / "cut", checkpoint=checkpoint, **given)
+    assert found.windows == uncut.windows[at:]
+    assert all(torch.equal(found.change[key], uncut.change[key]) for key in uncut.change)
 
 
 def test_groups_by_length_resumed_in_mid_epoch_are_upstreams_own_and_exact(tmp_path: Path) -> None:

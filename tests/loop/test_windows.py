@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -219,6 +220,29 @@ def test_a_loss_of_ones_own(name: str, given: bool, way: str) -> None:
     assert float(window.mean_loss()) == pytest.approx(float(whole["loss"] if name == "outputs" else whole), rel=1e-14)
 
 
+class OfOneDict(nn.Linear):
+    def forward(self, batch: Any) -> Any:
+        return squares(super().forward, batch), {"seen": 1}
+
+
+class OfKeywords(nn.Linear):
+    def forward(self, **batch: Any) -> Any:
+        return {"loss": squares(super().forward, batch)}
+
+
+@pytest.mark.parametrize("cls", [OfOneDict, OfKeywords])
+def test_a_model_that_takes_one_dict_or_any_keyword(cls: type[nn.Linear]) -> None:
+    torch.manual_seed(0)
+    rows, model = {"inputs": torch.randn(5, 4).double(), "targets": torch.randn(5).double()}, cls(4, 1).double()
+    (wanted,) = torch.autograd.grad(squares(partial(nn.Linear.forward, model), rows), model.weight)
+    batches = [{key: value[place] for key, value in rows.items()} for place in (slice(3), slice(3, 5))]
+    for window in accumulation_windows(batches, steps=2):
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss((lambda its, given: its(given)) if cls is OfOneDict else model, batch).backward()
+    assert torch.allclose(model.weight.grad, wanted, rtol=1e-12)
+
+
 def test_the_loss_of_the_model_and_one_of_ones_own_are_said(said: Said) -> None:
     head = LOOPED["no-kwargs"]
     model = head.build()
@@ -329,8 +353,69 @@ def test_a_number_for_a_model_that_takes_none() -> None:
 
 def test_mean_loss_before_a_loss() -> None:
     window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=1)))
-    with pytest.raises(SeamError, match="before any loss"):
+    with pytest.raises(SeamError, match="after 0 of 1 micro-batches"):
         window.mean_loss()
+
+
+def test_mean_loss_of_a_window_that_was_left() -> None:
+    model, batch = nn.Linear(4, 1), {"inputs": torch.randn(2, 4), "targets": torch.randn(2)}
+    window = next(iter(accumulation_windows([batch] * 4, steps=4)))
+    for batch in window.batches[:2]:
+        with window.micro_batch(model):
+            window.loss(squares, batch).backward()
+    with pytest.raises(SeamError, match="after 2 of 4 micro-batches"):
+        window.mean_loss()
+
+
+def test_gradients_that_nobody_emptied_are_named(said: Said) -> None:
+    model, batch = nn.Linear(4, 1), {"inputs": torch.randn(2, 4), "targets": torch.randn(2)}
+    for window in accumulation_windows([batch] * 4, steps=2, prove_every=1):
+        for each in window:
+            with window.micro_batch(model):
+                window.loss(squares, each).backward()
+    assert len(said("optimizer.zero_grad()")) == 1
+
+
+def test_the_term_that_divides_by_another_number_is_named(said: Said) -> None:
+    """Two means over the labels, of which the second leaves some out from the third window on."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(4, 5), {"inputs": torch.randn(6, 4), "labels": torch.arange(6) % 5}
+    least = 0
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        scores, kept = model(batch["inputs"]), batch["labels"] >= least
+        return F.cross_entropy(scores, batch["labels"]) + (scores.square().sum(-1) * kept).sum() / kept.sum()
+
+    for number, window in enumerate(accumulation_windows([batch] * 6, steps=2)):
+        least = 2 * (number == 2)
+        for each in window:
+            with window.micro_batch(model):
+                window.loss(loss_of, each).backward()
+    assert len(said("its term SumBackward0 divides by 3 items; 6 were predicted")) == 1
+
+
+def over_graphs(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["x"])[:, 0], batch["y"], reduction="sum") / (batch["batch"].max() + 1)
+
+
+@pytest.mark.parametrize("counts", [(1,) * 7, (4, 4), (2, 3, 1, 4)], ids=str)
+def test_graphs_are_numbered_over_the_window(counts: tuple[int, ...]) -> None:
+    """PyG's ``batch`` begins at 0 in each micro-batch: joined as it is, it has as many graphs as its larger half."""
+    torch.manual_seed(0)
+    model, batches = nn.Linear(4, 1, bias=False).double(), list[dict[str, Tensor]]()
+    for count in counts:
+        index = torch.arange(count).repeat_interleave(torch.randint(2, 5, (count,)))
+        rows = {"x": torch.randn(len(index), 4, dtype=torch.float64), "y": torch.randn(len(index), dtype=torch.float64)}
+        batches.append({**rows, "batch": index})
+    joined = {key: torch.cat([batch[key] for batch in batches]) for key in ("x", "y")}
+    starts = torch.tensor([0, *counts[:-1]]).cumsum(0)
+    index = torch.cat([each["batch"] + start for each, start in zip(batches, starts, strict=True)])
+    (wanted,) = torch.autograd.grad(over_graphs(model, {**joined, "batch": index}), model.weight)
+    for window in accumulation_windows(batches, steps=len(counts)):
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss(over_graphs, batch).backward()
+    assert torch.allclose(model.weight.grad, wanted, rtol=1e-12)
 
 
 def test_batches_are_mappings() -> None:
@@ -342,6 +427,11 @@ def test_batches_are_mappings() -> None:
 def test_steps_are_positive(steps: Any) -> None:
     with pytest.raises(OptionsError, match="at least 1"):
         accumulation_windows([], steps=steps)
+
+
+def test_an_accelerator_is_one() -> None:
+    with pytest.raises(OptionsError, match=r"got accelerator=Linear.*expected an accelerate.Accelerator"):
+        accumulation_windows([], nn.Linear(1, 1))
 
 
 def test_steps_or_an_accelerator() -> None:

@@ -99,3 +99,27 @@ def test_a_loss_may_write_into_its_micro_batch() -> None:
 def test_what_cannot_be_split_is_refused(loss: Any, rows: dict[str, Any], got: str) -> None:
     with pytest.raises(OptionsError, match=got):
         split_invariance(loss, rows)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"ranks": (0,)}, {"ranks": 2}, {"ranks": ()}, {"ranks": (9,)}, {"over_micro_batches": "max"}],
+    ids=str,
+)
+def test_arguments_that_are_none_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError, match="; expected "):
+        split_invariance(lambda rows: rows["x"].sum(), {"x": torch.ones(4, requires_grad=True)}, **given)
+
+
+@pytest.mark.parametrize(("loss", "rows"), [(None, {}), (torch.sum, [1, 2])])
+def test_a_function_and_a_mapping(loss: Any, rows: Any) -> None:
+    with pytest.raises(OptionsError, match="expected a function and a mapping"):
+        split_invariance(loss, rows)
+
+
+def test_a_divisor_of_zero_is_off_at_the_split_that_has_it() -> None:
+    rows = {"x": torch.ones(4, requires_grad=True)}
+    report = split_invariance(lambda its: its["x"].sum() / (len(its["x"]) // 2), rows)
+    assert not report and "off: " in str(report)
+    with pytest.raises(OptionsError, match=r"a division by zero from loss_fn at micro-batches of 1\+"):
+        split_invariance(lambda its: its["x"].sum() * (1 / (len(its["x"]) // 2)), rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import observations, verify
@@ -209,6 +209,12 @@ def test_everything_comes_back_after_an_error(tmp_path: Path) -> None:
 def test_arguments_that_mean_nothing(how: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="; expected "):
         verify(small(Regression(), tmp_path, points(8)), **how)
+
+
+@pytest.mark.parametrize("given", [None, Trainer, "trainer"], ids=str)
+def test_what_is_no_trainer(given: Any) -> None:
+    with pytest.raises(OptionsError, match=r"expected a built transformers\.Trainer; pass "):
+        verify(given)
 
 
 # --- what downstream test suites use --------------------------------------------------------------------------------
