@@ -42,18 +42,7 @@ MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run exce
 
 
 class Host(ABC):
-    """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here.
-
-    Attributes:
-        options: of the training.
-        state: of its windows.
-        world: the processes.
-        source: what computes its loss.
-        delivery: the way of its gradients to the optimizer.
-        router: its router loss.
-        noted: more facts for report().
-        warned: names of the warnings that were given.
-    """
+    """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here."""
 
     name: str  # of the trainer
     #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
@@ -66,8 +55,8 @@ class Host(ABC):
         self.options, self.world, self.state = options, world, TrainingState()
         self.source, self.delivery = LossSource(has_stock), Delivery(options)
         self.router = RouterLoss(Convention(options.router_loss))
-        self.noted: dict[str, Any] = {}
-        self.warned: set[str] = set()
+        self.noted: dict[str, Any] = {}  # more facts for report()
+        self.warned: set[str] = set()  # names of the warnings that were given
 
     @property
     @abstractmethod
