@@ -95,6 +95,7 @@ def test_windows_are_observed_until_one_shows_the_loss(
 def test_trouble_that_training_would_meet_is_raised(trouble: Exception) -> None:
     host = Told()
     host.seen = (None, trouble)
+    host.refresh([BATCH])
     with pytest.raises(type(trouble), match=str(trouble)):
         settle(host, [BATCH])
 

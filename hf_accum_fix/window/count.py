@@ -168,7 +168,7 @@ def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tens
         if (upstreams := next((each for each in of_number if part.totals[each] == counted.number), None)) is not None:
             totals: dict[Items | int, Tensor] = {upstreams: part.totals[upstreams], **part.totals}
             counted = counted._replace(part=replace(part, totals=totals))
-    if len(routing):
+    if host.router.convention is not Convention.MEAN:
         host.router.settle(routing, max(len(batches), 1), host.world.data_ranks)
     empty = None
     if batches and contract.items is not None:
