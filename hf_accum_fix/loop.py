@@ -28,6 +28,7 @@ import accelerate
 import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_accum_fix.confirmation import confirm_loop
 from hf_accum_fix.counting.items import ZeroWeightBatch, count_dtype
@@ -267,7 +268,9 @@ class AccumulationWindows:
             host.state.opened += 1
             window = AccumulationWindow(host, fetched)
             try:
-                with host.cut(fetched):
+                # torch calls this before every optimizer step.
+                asked = lambda each, *_: host.delivery.steps.stepped(host, each)  # noqa: E731
+                with host.cut(fetched), register_optimizer_step_pre_hook(asked):
                     yield window
             finally:
                 host.delivery.gradient.drop()

@@ -1,21 +1,174 @@
-"""The gradient of a window on its way to the optimizer: added in the chosen dtype, and compared where it arrives."""
+"""The gradient of a window on its way to the optimizer: added in the chosen dtype, compared at its end, and stepped."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
+from hf_accum_fix.engines.engine import (
+    bare_name,
+    check_engine_adds,
+    engine_divisor,
+    is_deepspeed,
+    is_sharded,
+    narrow_leaves,
+)
 from hf_accum_fix.engines.precision import WindowGradient, rounding_words
 from hf_accum_fix.engines.ranks import Training
-from hf_accum_fix.engines.reached import Reached
+from hf_accum_fix.engines.reached import Reached, Verdict
+from hf_accum_fix.engines.watched import plain
 from hf_accum_fix.options import Options
 
 logger = logging.getLogger("hf_accum_fix")
+
+_ASKING: Final = "asking who steps the parameters"
+#: Names in a message.
+_NAMES: Final = 3
+#: What swapping a weight out and back in may leave of rounding, relative, in epsilons.
+_ROUNDINGS: Final = 8.0
+#: Factors this near to 1, relative, are 1, in 16 bits as well.
+_SAME: Final = 0.01
+#: A parameter and its name.
+Named = tuple[str, Tensor]
+
+
+class Steps:
+    """Who steps the trainable parameters of a model, and when; what is found takes "exact" away.
+
+    A parameter with a gradient that is in no group of an optimizer that has stepped is named if it has not moved when
+    the next window begins: master weights, and what steps without torch's hooks, move it. FSDP and DeepSpeed, whose
+    optimizers hold other tensors, and LOMO, which has no step, are left out.
+    """
+
+    def __init__(self, reached: Reached) -> None:
+        self._reached = reached
+        #: By id: held by an optimizer that has stepped, or moved by something else; named; written, and as before.
+        self._held, self._lost, self._steady = set[int](), set[int](), set[int]()
+        self._own: dict[int, Named] = {}  # trainable parameters of this window, by id
+        #: Those that no optimizer held as the first stepped after the window, with their largest gradient's element.
+        self._left: list[tuple[str, Tensor, Tensor, Tensor]] | None = None
+        self._versions, self._norms = list[int](), list[Tensor]()
+        self._number = self._begun = self._of = self._stepped = 0
+        self._moves = self._stays = False  # some learning rate is not zero; no later window is exact
+
+    def begin(self, host: Training, model: nn.Module, micro_batches: int) -> None:
+        """Begin a window, before its first micro-batch."""
+        self.conclude(host)
+        self._number, self._begun, self._of, self._stepped = host.state.opened, 1, micro_batches, 0
+        if self._stays:
+            host.state.note_inexact()
+        engine = host.accelerator
+        other = engine is not None and (is_sharded(engine) or getattr(engine, "has_lomo_optimizer", False))
+        if not (other or hasattr(model, "_get_fsdp_state") or hasattr(model, "_handle")):
+            self._own = {id(each): (name, each) for name, each in model.named_parameters() if each.requires_grad}
+
+    def go_on(self, host: Training, begun: int) -> None:
+        """Begin another micro-batch of it, before which no optimizer may have stepped."""
+        self._begun = begun
+        if self._stepped == begun - 1:
+            found = f"an optimizer step after micro-batch {self._stepped} of the {self._of} of a window"
+            words = f"{host.where}: got {found}; expected one after the last; leave stepping to the training loop"
+            self.say(host, "steps within", words, found, "the optimizer steps within a window")
+
+    def stepped(self, host: Training, optimizer: Optimizer) -> None:
+        """Before an optimizer steps: note what it holds, and what none holds."""
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._held |= held
+        if self._begun < self._of:
+            # Inside the backward it is found by `Reached`.
+            outside = torch._C._current_graph_task_id() == -1
+            self._stepped = self._begun if outside and not held.isdisjoint(self._own) else -1
+            return
+        if self._left is None:
+            without = self._own.keys() - self._held
+            without = {key for key in without if self._own[key][1].grad is not None}
+            if without and without <= self._lost:
+                host.state.note_inexact()
+                without = set()
+            self._left = [(*self._own[key], *_largest(self._own[key][1])) for key in self._own if key in without]
+        if self._left:
+            self._moves = self._moves or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
+
+    def conclude(self, host: Training) -> None:
+        """When all optimizers have stepped after a window: name what none has moved."""
+        own, self._own = self._own, {}
+        left, self._left = [each for each in self._left or () if id(each[1]) not in self._held], None
+        moves, self._moves = self._moves, False
+        if not (left and moves):
+            return
+        lost = [(name, each) for name, each, place, before in left if bool(_at(each, place) == before)]
+        self._lost |= {id(each) for _, each in lost}
+        none = self._held.isdisjoint(own)
+        self._held |= {id(each) for _, each, *_ in left} - self._lost
+        if lost:
+            what = "none of the model's parameters" if none else f"no {_names(lost)}, which got a gradient"
+            words = (
+                f"{host.head}: got an optimizer with {what}; expected all that require one; make it of this model, "
+                "after resize_token_embeddings and unfreezing, or set requires_grad=False if that is meant"
+            )
+            reason = "the optimizer does not have all parameters that train"
+            self.say(host, "other optimizer", words, f"it has {what}", reason)
+
+    def weigh(self, host: Training) -> None:
+        """Note the weights after the first of several micro-batches, and compare them after the last."""
+        own = self._own.items()
+        if self._begun == 1:
+            self._versions = [each._version for _, (_, each) in own]
+            # A forward that clamps or normalises a weight writes to it, and changes nothing.
+            self._norms = _norms(self._own) if self._number == 1 else []
+            return
+        if self._stepped or len(self._versions) != len(own):
+            return
+        versions = zip(own, self._versions, strict=True)
+        moved = {key: each for (key, each), version in versions if each[1]._version != version}
+        moved = {key: each for key, each in moved.items() if key not in self._steady}
+        if moved and self._norms:
+            before, after = dict(zip(self._own, self._norms, strict=True)), zip(moved, _norms(moved), strict=True)
+            self._steady |= {key for key, norm in after if _is_near(before[key], norm)}
+            moved = {key: each for key, each in moved.items() if key not in self._steady}
+        if moved:
+            found = f"weights that change within a window ({_names([*moved.values()])})"
+            words = f"{host.where}: got {found}; expected the same in all of its micro-batches; change them after it"
+            self.say(host, "weights change", words, found, "weights change within a window")
+
+    def say(self, host: Training, name: str, words: str, found: str, reason: str, *, stays: bool = False) -> None:
+        """Warn once; the window is not exact for a ``reason``, nor are later ones if it ``stays``."""
+        self._stays = self._stays or stays
+        host.state.note_inexact(self._number)
+        host.warn_once(name, words)
+        self._reached.verdict = Verdict(f"no, {found}", wrong=True, reason=reason)
+        host.amend(**self._reached.facts())
+
+
+def _names(found: list[Named]) -> str:
+    names = ", ".join(bare_name(name) for name, _ in found[:_NAMES])
+    return names + (f" and {len(found) - _NAMES} more" if len(found) > _NAMES else "")
+
+
+def _largest(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Where its gradient is largest, and its element there; no device sync."""
+    place = plain(parameter.grad).abs().argmax()
+    return place, _at(parameter, place)
+
+
+def _at(parameter: Tensor, place: Tensor) -> Tensor:
+    return plain(parameter.detach()).take(place)
+
+
+def _norms(parameters: dict[int, Named]) -> list[Tensor]:
+    return [*torch._foreach_norm([plain(each.detach()) for _, each in parameters.values()])]
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs() <= _ROUNDINGS * torch.finfo(one.dtype).eps * one)
 
 
 class Delivery:
@@ -24,10 +177,30 @@ class Delivery:
     Attributes:
         gradient: the sum of a window's gradients.
         reached: whether it is what the optimizer uses.
+        steps: whether the optimizer steps the model's parameters, once a window.
     """
 
     def __init__(self, options: Options) -> None:
         self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached(options.prove_every)
+        self.steps = Steps(self.reached)
+
+    def listen(self, host: Training, backward: Any, loss: Tensor, **kwargs: Any) -> None:
+        """In the first window: warn if an ``accelerator.backward`` that was replaced hands on a multiple of a loss."""
+        engine, function = host.accelerator, getattr(backward, "__func__", backward)
+        package = (getattr(function, "__module__", None) or "").partition(".")[0]
+        if host.state.opened > 1 or is_deepspeed(engine) or package == "accelerate" or not loss.requires_grad:
+            return
+        scaler = getattr(engine, "scaler", None)
+        expected = (1.0 if scaler is None else scaler.get_scale()) / engine_divisor(engine, **kwargs)
+
+        def heard(gradient: Tensor) -> None:
+            times = float(gradient) / expected
+            if math.isfinite(times) and abs(times - 1) > _SAME:
+                found = f"accelerator.backward replaced by one that hands on {times:.3g} times the loss"
+                words = f"{host.head}: got {found}; expected the loss as it is; scale it in compute_loss"
+                self.steps.say(host, "replaced backward", words, found, "accelerator.backward is replaced", stays=True)
+
+        loss.register_hook(heard)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def micro_batch(self, host: Training, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
@@ -35,12 +208,16 @@ class Delivery:
         first, last, gradient = begun == 1, begun >= micro_batches, self.gradient
         if first and not last and (found := check_engine_adds(host.accelerator, host.options.accumulate_in)):
             host.warn_inexact("16 bits", found)
-        unknown = gradient.lost is None
+        unknown, steps = gradient.lost is None, self.steps
+        asked = partial(steps.begin, host, model, micro_batches) if first else partial(steps.go_on, host, begun)
+        host.contained(_ASKING, asked, None)
         with (
             gradient.micro_batch(partial(narrow_leaves, host.accelerator, model), first=first, last=last),
             self.reached.micro_batch(host, model, first=first, last=last),
         ):
             yield
+        if first is not last:
+            host.contained(_ASKING, partial(steps.weigh, host), None)
         if unknown and gradient.lost is not None:
             host.amend(lost_in_16_bits=gradient.lost)
             if gradient.matters:

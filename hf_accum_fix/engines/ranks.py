@@ -55,6 +55,7 @@ class Training(Protocol):
     options: Options
     world: World
     name: str  # of the trainer
+    state: Any  # of its windows
     context_parallel: bool  # its step would cut samples
 
     @property
