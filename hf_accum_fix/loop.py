@@ -269,8 +269,8 @@ class AccumulationWindows:
             window = AccumulationWindow(host, fetched)
             try:
                 # torch calls this before every optimizer step.
-                asked = lambda each, *_: host.delivery.steps.stepped(host, each)  # noqa: E731
-                with host.cut(fetched), register_optimizer_step_pre_hook(asked):
+                asked = register_optimizer_step_pre_hook(lambda each, *_: host.delivery.steps.stepped(each))
+                with host.cut(fetched), asked:
                     yield window
             finally:
                 host.delivery.gradient.drop()

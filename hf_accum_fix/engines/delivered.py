@@ -49,21 +49,21 @@ class Steps:
     """
 
     def __init__(self, reached: Reached) -> None:
-        self._reached = reached
-        #: By id: held by an optimizer that has stepped, or moved by something else; named; written, and as before.
-        self._held, self._lost, self._steady = set[int](), set[int](), set[int]()
+        self._reached, self.stays = reached, False  # no later window is exact
         self._own: dict[int, Named] = {}  # trainable parameters of this window, by id
-        #: Those that no optimizer held as the first stepped after the window, with their largest gradient's element.
-        self._left: list[tuple[str, Tensor, Tensor, Tensor]] | None = None
+        #: By id: held by an optimizer that has stepped, or moved otherwise; named; written with what they were.
+        self._held, self._lost, self._steady = set[int](), set[int](), set[int]()
+        #: Those with a gradient that none has held, and where it is largest the element of each.
+        self._left: list[tuple[str, Tensor, Tensor, Tensor]] = []
         self._versions, self._norms = list[int](), list[Tensor]()
         self._number = self._begun = self._of = self._stepped = 0
-        self._moves = self._stays = False  # some learning rate is not zero; no later window is exact
+        self._moves = False  # an optimizer has stepped since, at a rate that is not zero
 
     def begin(self, host: Training, model: nn.Module, micro_batches: int) -> None:
         """Begin a window, before its first micro-batch."""
         self.conclude(host)
         self._number, self._begun, self._of, self._stepped = host.state.opened, 1, micro_batches, 0
-        if self._stays:
+        if self.stays:
             host.state.note_inexact()
         engine = host.accelerator
         other = engine is not None and (is_sharded(engine) or getattr(engine, "has_lomo_optimizer", False))
@@ -78,37 +78,51 @@ class Steps:
             words = f"{host.where}: got {found}; expected one after the last; leave stepping to the training loop"
             self.say(host, "steps within", words, found, "the optimizer steps within a window")
 
-    def stepped(self, host: Training, optimizer: Optimizer) -> None:
-        """Before an optimizer steps: note what it holds, and what none holds."""
+    def weigh(self, host: Training) -> None:
+        """Note the weights after the first of several micro-batches, and compare them after the last."""
+        own = self._own
+        if self._begun == 1:
+            self._versions = [each._version for _, each in own.values()]
+            # A forward that clamps or normalises a weight writes to it, and changes nothing.
+            self._norms = _norms(own) if self._number == 1 else []
+        elif not self._stepped and len(self._versions) == len(own):
+            versions = zip(own.items(), self._versions, strict=True)
+            moved = {key: each for (key, each), version in versions if each[1]._version != version}
+            if moved and self._norms:
+                before, after = dict(zip(own, self._norms, strict=True)), zip(moved, _norms(moved), strict=True)
+                self._steady |= {key for key, norm in after if _is_near(before[key], norm)}
+            if names := _names([each for key, each in moved.items() if key not in self._steady]):
+                found = f"weights that change within a window ({names})"
+                words = (
+                    f"{host.where}: got {found}; expected the same in all of its micro-batches; change them after it"
+                )
+                self.say(host, "weights change", words, found, "weights change within a window")
+
+    def end(self, host: Training) -> None:
+        """After the last backward: note what no optimizer has held so far."""
+        without = {key for key in self._own.keys() - self._held if self._own[key][1].grad is not None}
+        if without and without <= self._lost:
+            host.state.note_inexact()
+            without = set()
+        self._left = [(*each, *_largest(each[1])) for key, each in self._own.items() if key in without]
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Before an optimizer steps: note what it holds."""
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._held |= held
         if self._begun < self._of:
             # Inside the backward it is found by `Reached`.
             outside = torch._C._current_graph_task_id() == -1
             self._stepped = self._begun if outside and not held.isdisjoint(self._own) else -1
-            return
-        if self._left is None:
-            without = self._own.keys() - self._held
-            without = {key for key in without if self._own[key][1].grad is not None}
-            if without and without <= self._lost:
-                host.state.note_inexact()
-                without = set()
-            self._left = [(*self._own[key], *_largest(self._own[key][1])) for key in self._own if key in without]
-        if self._left:
+        elif self._left:
             self._moves = self._moves or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
 
     def conclude(self, host: Training) -> None:
         """When all optimizers have stepped after a window: name what none has moved."""
-        own, self._own = self._own, {}
-        left, self._left = [each for each in self._left or () if id(each[1]) not in self._held], None
-        moves, self._moves = self._moves, False
-        if not (left and moves):
-            return
-        lost = [(name, each) for name, each, place, before in left if bool(_at(each, place) == before)]
-        self._lost |= {id(each) for _, each in lost}
-        none = self._held.isdisjoint(own)
-        self._held |= {id(each) for _, each, *_ in left} - self._lost
-        if lost:
+        left = [each for each in self._left if self._moves and id(each[1]) not in self._held]
+        own, self._own, self._left, self._moves = self._own, {}, [], False
+        if lost := [(name, each) for name, each, place, before in left if bool(_at(each, place) == before)]:
+            none = self._held.isdisjoint(own)
             what = "none of the model's parameters" if none else f"no {_names(lost)}, which got a gradient"
             words = (
                 f"{host.head}: got an optimizer with {what}; expected all that require one; make it of this model, "
@@ -116,32 +130,11 @@ class Steps:
             )
             reason = "the optimizer does not have all parameters that train"
             self.say(host, "other optimizer", words, f"it has {what}", reason)
+        self._lost |= {id(each) for _, each in lost}
+        self._held |= {id(each) for _, each, *_ in left} - self._lost
 
-    def weigh(self, host: Training) -> None:
-        """Note the weights after the first of several micro-batches, and compare them after the last."""
-        own = self._own.items()
-        if self._begun == 1:
-            self._versions = [each._version for _, (_, each) in own]
-            # A forward that clamps or normalises a weight writes to it, and changes nothing.
-            self._norms = _norms(self._own) if self._number == 1 else []
-            return
-        if self._stepped or len(self._versions) != len(own):
-            return
-        versions = zip(own, self._versions, strict=True)
-        moved = {key: each for (key, each), version in versions if each[1]._version != version}
-        moved = {key: each for key, each in moved.items() if key not in self._steady}
-        if moved and self._norms:
-            before, after = dict(zip(self._own, self._norms, strict=True)), zip(moved, _norms(moved), strict=True)
-            self._steady |= {key for key, norm in after if _is_near(before[key], norm)}
-            moved = {key: each for key, each in moved.items() if key not in self._steady}
-        if moved:
-            found = f"weights that change within a window ({_names([*moved.values()])})"
-            words = f"{host.where}: got {found}; expected the same in all of its micro-batches; change them after it"
-            self.say(host, "weights change", words, found, "weights change within a window")
-
-    def say(self, host: Training, name: str, words: str, found: str, reason: str, *, stays: bool = False) -> None:
-        """Warn once; the window is not exact for a ``reason``, nor are later ones if it ``stays``."""
-        self._stays = self._stays or stays
+    def say(self, host: Training, name: str, words: str, found: str, reason: str) -> None:
+        """Warn once by name; this window is not exact, for a reason, and what was found is in the report."""
         host.state.note_inexact(self._number)
         host.warn_once(name, words)
         self._reached.verdict = Verdict(f"no, {found}", wrong=True, reason=reason)
@@ -198,7 +191,8 @@ class Delivery:
             if math.isfinite(times) and abs(times - 1) > _SAME:
                 found = f"accelerator.backward replaced by one that hands on {times:.3g} times the loss"
                 words = f"{host.head}: got {found}; expected the loss as it is; scale it in compute_loss"
-                self.steps.say(host, "replaced backward", words, found, "accelerator.backward is replaced", stays=True)
+                self.steps.say(host, "replaced backward", words, found, "accelerator.backward is replaced")
+                self.steps.stays = True
 
         loss.register_hook(heard)  # type: ignore[no-untyped-call]
 
@@ -229,6 +223,7 @@ class Delivery:
 
         ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
         """
+        host.contained(_ASKING, partial(self.steps.end, host), None)
         if (verdict := self.reached.close(host, times)) is None:
             return
         host.amend(**self.reached.facts())
@@ -245,5 +240,6 @@ class Delivery:
                 f"{where}: got an optimizer that steps inside the backward of every micro-batch; expected one step a "
                 "window; use another optimizer, or gradient_accumulation_steps=1",
             )
+            self.steps.stays = True
         elif verdict.final and host.world.rank == 0:
             logger.info("%s: the gradient reached the optimizer: %s", host.head, verdict.words)

@@ -342,7 +342,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
     Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
     """
     window = session.window
-    session.contained("asking an optimizer", partial(session.delivery.steps.stepped, session, optimizer), None)
+    session.contained("asking an optimizer", partial(session.delivery.steps.stepped, optimizer), None)
     # DeepSpeed and layerwise optimizers step inside a micro-batch, and DeepSpeed as it makes 16-bit optimizer states.
     if session.base_loss is not None or session.state.aside or is_being_made(session.trainer.accelerator):
         return
