@@ -29,7 +29,7 @@ from hf_accum_fix.options import Options
 
 logger = logging.getLogger("hf_accum_fix")
 
-_ASKING: Final = "asking who steps the parameters"
+_ASKING: Final = "asking an optimizer"
 #: Names in a message.
 _NAMES: Final = 3
 #: What swapping a weight out and back in may leave of rounding, relative, in epsilons.
