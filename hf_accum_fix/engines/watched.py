@@ -20,6 +20,8 @@ from hf_accum_fix.upstream.protocols import AcceleratorLike
 logger = logging.getLogger("hf_accum_fix")
 
 PARAMETERS: Final = 8
+#: Packages whose hooks are not the user's.
+_ENGINES: Final = ("hf_accum_fix", "torch", "accelerate", "deepspeed")
 #: One megabyte in float64.
 ELEMENTS: Final = 2**17
 
@@ -176,9 +178,13 @@ def plain(tensor: Any) -> Tensor:
 
 
 def own_hooks(parameter: Tensor) -> list[Any]:
-    """The hooks of others than this module that see its gradient."""
-    hooks: Any = parameter._backward_hooks or {}
-    return [each for each in hooks.values() if not isinstance(getattr(each, "__self__", None), Watched)]
+    """The hooks on its gradient but for those of this package and of engines."""
+    return [each for each in (parameter._backward_hooks or {}).values() if _package_of(each) not in _ENGINES]
+
+
+def _package_of(hook: Any) -> str:
+    function = getattr(hook, "func", hook)
+    return (getattr(function, "__module__", None) or "").partition(".")[0]
 
 
 @torch.no_grad()
@@ -212,14 +218,14 @@ def watch(watched: Sequence[Watched]) -> list[Any]:
     for each in watched:
         try:
             own = own_hooks(each.leaf)
+            own = own if own and add_up(own, each.leaf) else []
             handles.append(each.leaf.register_hook(each.deliver))  # type: ignore[no-untyped-call]
-            if own and add_up(own, each.leaf):
-                continue
             hooks: Any = each.leaf._backward_hooks
             # Torch reads the order of insertion, which `OrderedDict.move_to_end` leaves as it is.
             *before, ours = hooks.items()
+            after = [one for one in before if not any(one[1] is hook for hook in own)]
             hooks.clear()
-            hooks.update([ours, *before])
+            hooks.update([*(one for one in before if one not in after), ours, *after])
         except Exception:
             logger.debug("watching %s failed", each.name, exc_info=True)
             each.failed = True
