@@ -28,6 +28,7 @@ import accelerate
 import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_accum_fix.confirmation import confirm_loop
 from hf_accum_fix.counting.items import ZeroWeightBatch, count_dtype
@@ -262,7 +263,9 @@ class AccumulationWindows:
             host.state.opened += 1
             window = AccumulationWindow(host, fetched)
             try:
-                yield window
+                # torch calls this before every optimizer step.
+                with register_optimizer_step_pre_hook(lambda each, *_: host.delivery.steps.stepped(each)):
+                    yield window
             finally:
                 host.delivery.gradient.drop()
             if window._begun < len(window):

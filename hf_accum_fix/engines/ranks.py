@@ -57,6 +57,7 @@ class Training(Protocol):
     world: World
     name: str  # of the trainer
     warned: set[str]  # names of the warnings that were given
+    state: Any  # of its windows
     context_parallel: bool  # its step would cut samples
 
     @property

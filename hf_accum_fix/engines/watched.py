@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 from hf_accum_fix.counting.items import count_dtype
 from hf_accum_fix.engines.engine import bare_name, is_deepspeed, parameters_of_fsdp2
+from hf_accum_fix.trace.preserve import KeepsStorages, PythonState
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
 
 PARAMETERS: Final = 8
+#: Packages whose hooks are not the user's.
+_ENGINES: Final = ("hf_accum_fix", "torch", "accelerate", "deepspeed")
 #: One megabyte in float64.
 ELEMENTS: Final = 2**17
 
@@ -76,7 +79,7 @@ class Watched:
     @torch.no_grad()
     def _add(self, gradient: Tensor) -> None:
         wide = count_dtype(gradient.device)
-        added = self.pick(_plain(gradient.detach())).to(wide, copy=True)
+        added = self.pick(plain(gradient.detach())).to(wide, copy=True)
         self.dtype = gradient.dtype
         self.total = added if self.total is None else self.total.add_(added)
         size = torch.linalg.vector_norm(added)
@@ -104,7 +107,7 @@ def choose(accelerator: AcceleratorLike | None, model: nn.Module) -> list[Watche
         elif is_deepspeed(accelerator):
             used = partial(import_module("deepspeed").utils.safe_get_full_grad, parameter)
         # ZeRO-3 keeps the number of elements apart.
-        numel = getattr(parameter, "ds_numel", None) or _plain(leaf).numel()
+        numel = getattr(parameter, "ds_numel", None) or plain(leaf).numel()
         found.append(Watched(bare_name(name), leaf, used, numel, _flat, shown=not is_deepspeed(accelerator)))
     return spread(found)
 
@@ -159,7 +162,7 @@ def _sample(handle: Any, few: int) -> Tensor | None:
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else _plain(parameter.grad)
+    return None if parameter.grad is None else plain(parameter.grad)
 
 
 def _whole_gradient(parameter: Tensor, device: torch.device) -> Tensor | None:
@@ -168,29 +171,61 @@ def _whole_gradient(parameter: Tensor, device: torch.device) -> Tensor | None:
     return None if gradient is None else gradient.to(device).full_tensor()
 
 
-def _plain(tensor: Any) -> Tensor:
+def plain(tensor: Any) -> Tensor:
     """This rank's part of a DTensor, and every element of a sparse gradient."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.to_dense() if local.layout is not torch.strided else local
 
 
-def has_own_hooks(parameter: Tensor) -> bool:
-    """Whether hooks of others than this module see its gradient."""
-    hooks = (parameter._backward_hooks or {}).values()
-    return any(not isinstance(getattr(each, "__self__", None), Watched) for each in hooks)
+def own_hooks(parameter: Tensor) -> list[Any]:
+    """The hooks on its gradient but for those of this package and of engines."""
+    return [each for each in (parameter._backward_hooks or {}).values() if _package_of(each) not in _ENGINES]
+
+
+def _package_of(hook: Any) -> str:
+    function = getattr(hook, "func", hook)
+    return (getattr(function, "__module__", None) or "").partition(".")[0]
+
+
+@torch.no_grad()
+def add_up(hooks: Sequence[Any], parameter: Tensor) -> bool:
+    """Whether hooks make the same of a sum as of its parts, by two made-up gradients; what they note is put back."""
+    like = parameter.detach()
+    large = torch.arange(1, like.numel() + 1, device=like.device).sin().reshape(like.shape).to(like.dtype) * 1e4
+    small = large.cos()
+    held = [each.cell_contents for hook in hooks for each in getattr(hook, "__closure__", None) or ()]
+    try:
+        with PythonState(*hooks, *held) as state, KeepsStorages(state):
+            whole, *parts = (_through(hooks, each) for each in (large + small, large, small))
+    except Exception:
+        logger.debug("a gradient hook failed on a made-up gradient", exc_info=True)
+        return False
+    error = torch.linalg.vector_norm(whole - sum(parts))
+    return bool(error <= 8 * torch.finfo(like.dtype).eps * torch.linalg.vector_norm(whole))
+
+
+def _through(hooks: Sequence[Any], gradient: Tensor) -> Tensor:
+    gradient = gradient.clone()
+    for each in hooks:
+        changed = each(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def watch(watched: Sequence[Watched]) -> list[Any]:
-    """Hooks that see a gradient before the hooks that are there, which may change it; to be removed."""
+    """Hooks that see a gradient before the hooks that are there, if these may make another sum; to be removed."""
     handles = []
     for each in watched:
         try:
+            own = own_hooks(each.leaf)
+            own = own if own and add_up(own, each.leaf) else []
             handles.append(each.leaf.register_hook(each.deliver))  # type: ignore[no-untyped-call]
             hooks: Any = each.leaf._backward_hooks
             # Torch reads the order of insertion, which `OrderedDict.move_to_end` leaves as it is.
             *before, ours = hooks.items()
+            after = [one for one in before if not any(one[1] is hook for hook in own)]
             hooks.clear()
-            hooks.update([ours, *before])
+            hooks.update([*(one for one in before if one not in after), ours, *after])
         except Exception:
             logger.debug("watching %s failed", each.name, exc_info=True)
             each.failed = True

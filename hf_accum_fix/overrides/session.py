@@ -30,7 +30,7 @@ from hf_accum_fix.engines.sample_shards import (
     cut_whole,
     is_cut,
 )
-from hf_accum_fix.engines.watched import has_own_hooks
+from hf_accum_fix.engines.watched import add_up, own_hooks
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
@@ -282,7 +282,7 @@ class Session(Host):
         if reason := reason if all(isinstance(batch, Mapping) for batch in batches) else MADE_LATER:
             return LossContract(Reduction.STOCK, custom=True, doubt=reason, reason=reason)
         doubt = ""
-        if any(map(has_own_hooks, self.model.parameters())):
+        if any((hooks := own_hooks(each)) and not add_up(hooks, each) for each in self.model.parameters()):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
         if not (self.world.cuts_samples and custom is None and type(trainer.label_smoother) is LabelSmoother):
             return replace(setting, doubt=doubt)

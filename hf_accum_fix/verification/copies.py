@@ -64,7 +64,20 @@ def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int 
     copied._train_batch_size = per_device
     copied.log = nothing
     copied.create_accelerator_and_postprocess()
+    if "backward" in vars(trainer.accelerator) and not own_backward_left_out(trainer):
+        copied.accelerator.backward = vars(trainer.accelerator)["backward"]
     return copied
+
+
+def own_backward_left_out(trainer: TrainerLike) -> str:
+    """Why splits do not run the ``accelerator.backward`` that this trainer has replaced, if it has; empty: they do.
+
+    Accelerators share the steps that they divide by; engines and loss scales are each one's own.
+    """
+    scales = getattr(trainer.accelerator, "scaler", None) is not None
+    if "backward" not in vars(trainer.accelerator) or not (scales or is_sharded(trainer.accelerator)):
+        return ""
+    return "accelerator.backward is replaced, and was not run: engine and loss scale of a split are its own"
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -27,6 +27,7 @@ from hf_accum_fix.verification.copies import (
     PROOF,
     copy_for_split,
     engine_of,
+    own_backward_left_out,
     plugins_copied,
     refuse_shards,
     whole_model,
@@ -125,6 +126,7 @@ def _verified(
     options = options_of(trainer)
     own = size, _ = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
     notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
+    notes += filter(None, [own_backward_left_out(trainer)])
     say("verify: drawing samples")
     drawn = draw(copy_for_split(trainer, *own), windows, samples)
     notes += drawn.notes
