@@ -113,10 +113,7 @@ def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: i
 
 
 def plain_sgd(
-    model: nn.Module,
-    windows: Sequence[Sequence[dict[str, Tensor]]],
-    max_norm: float,
-    smoothing: float = 0.0,
+    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], max_norm: float, smoothing: float = 0.0
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Change of the parameters, losses and norms of SGD over global batches, in float64."""
     exact = copy.deepcopy(model).double()

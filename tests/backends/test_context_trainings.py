@@ -88,8 +88,7 @@ def test_a_stream_gives_ranks_that_share_a_sample_the_same() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("ranks", "split", "cuts_itself", "epochs"),
-    [(2, (1, 4), False, 2), (2, (2, 2), True, 1), (4, (1, 2), False, 1)],
+    ("ranks", "split", "cuts_itself", "epochs"), [(2, (1, 4), False, 2), (2, (2, 2), True, 1), (4, (1, 2), False, 1)]
 )
 def test_a_loop_of_ones_own(ranks: int, split: tuple[int, int], cuts_itself: bool, epochs: int) -> None:
     """As it is, and with the context in which accelerate's documentation has a loop cut its samples."""

@@ -16,14 +16,7 @@ from hf_accum_fix.options import BalanceOptions, Options
 from tests.balancing.trainings import BALANCE, KINDS, dealt, train
 from tests.logged import Said
 from tests.numerics.heads import HEADS
-from tests.numerics.parity import (
-    ClassRecorder,
-    StockRecorder,
-    contract_of,
-    cut,
-    reference_step,
-    take_step,
-)
+from tests.numerics.parity import ClassRecorder, StockRecorder, contract_of, cut, reference_step, take_step
 
 
 class DealtClass(ClassRecorder):

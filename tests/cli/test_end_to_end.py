@@ -42,10 +42,7 @@ def train(command: tuple[Any, ...], folder: Path, ranks: int) -> tuple[dict[str,
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("command", "ranks"),
-    [
-        pytest.param(ONE_RANK, 1, id="one-rank"),
-        pytest.param(TWO_RANKS, 2, id="two-ranks", marks=pytest.mark.thorough),
-    ],
+    [pytest.param(ONE_RANK, 1, id="one-rank"), pytest.param(TWO_RANKS, 2, id="two-ranks", marks=pytest.mark.thorough)],
 )
 def test_without_run_it_is_not_exact(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
     _, _, error, printed = train(command, tmp_path, ranks)

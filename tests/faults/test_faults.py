@@ -36,9 +36,7 @@ SAYING = {
     "iterator-ends": ("UnevenRanksError", "rank 0 has 3, rank 1 has 0") * 2,
 }
 #: What stock trains, and so is trained as there, and what a warning has to say of it.
-GOING_ON = {
-    "contracts-differ": "rank 0: is the mean.*rank 1: is a sum",
-}
+GOING_ON = {"contracts-differ": "rank 0: is the mean.*rank 1: is a sum"}
 
 
 #: Seconds after which a rank that waits says where, and ends.

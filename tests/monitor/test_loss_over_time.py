@@ -67,13 +67,7 @@ def test_a_run_that_learns_is_not(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "guess", "alarms"),
-    [
-        (12.4, math.log(500), 1),
-        (6.3, math.log(500), 0),
-        (12.4, math.nan, 0),
-        (12.4, 0.0, 0),
-        (math.inf, 1.0, 0),
-    ],
+    [(12.4, math.log(500), 1), (6.3, math.log(500), 0), (12.4, math.nan, 0), (12.4, 0.0, 0), (math.inf, 1.0, 0)],
 )
 def test_a_first_loss_far_above_a_guess(loss: float, guess: float, alarms: int) -> None:
     first = FirstLoss()

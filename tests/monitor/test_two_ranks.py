@@ -20,12 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_accum_fix.monitor import (
-    MonitorsCallback,
-    NoiseScale,
-    RankGradients,
-    Replicas,
-)
+from hf_accum_fix.monitor import MonitorsCallback, NoiseScale, RankGradients, Replicas
 from tests.monitor.quadratic import Quadratic, closed_form, micro_batches
 from tests.ranks import on_ranks
 

@@ -81,10 +81,7 @@ SPIKED = [1 + 0.1 * (k % 3) + 50 * (k == 50) for k in range(60)]
 OBSERVED = {
     "a stall": (a_run(stalls()), "the loss is where it began"),
     "a swing of which nothing is known": (Run("x", {"loss": swinging().series["loss"]}), "the loss swings"),
-    "a norm that spikes": (
-        a_run(falling(60), grad_norm=SPIKED),
-        "the gradient norm spikes, at step 510",
-    ),
+    "a norm that spikes": (a_run(falling(60), grad_norm=SPIKED), "the gradient norm spikes, at step 510"),
 }
 
 

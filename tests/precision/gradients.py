@@ -141,11 +141,7 @@ def by_trainer(
     trainer = asking(accumulate_in) if trainer is ClassRecorder else trainer
     with hf_accum_fix.apply(accumulate_in=accumulate_in, quiet=True) if patched else nullcontext():
         trainer(
-            model=model,
-            args=given,
-            train_dataset=list(rows),
-            data_collator=batch,
-            optimizers=(optimizer, scheduler),
+            model=model, args=given, train_dataset=list(rows), data_collator=batch, optimizers=(optimizer, scheduler)
         ).train()
     return optimizer
 

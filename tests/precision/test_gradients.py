@@ -79,8 +79,7 @@ def test_so_is_the_trainer_and_stock_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "accumulate_in",
-    ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("parameter", "compensated"))],
+    "accumulate_in", ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("parameter", "compensated"))]
 )
 def test_the_trainer_clips_logs_and_steps_by_that_gradient(accumulate_in: str, tmp_path: Path, said: Said) -> None:
     model, rows = llama().bfloat16(), samples(128)
@@ -209,10 +208,7 @@ def test_the_loss_of_16_bits_is_off_and_float32_is_exact(tmp_path: Path) -> None
     verdicts = []
     for kind in (GlobalBatchTrainer, InFloat32):
         trainer = kind(
-            model=llama().bfloat16(),
-            args=training_arguments(tmp_path, 1, 128),
-            train_dataset=rows,
-            data_collator=batch,
+            model=llama().bfloat16(), args=training_arguments(tmp_path, 1, 128), train_dataset=rows, data_collator=batch
         )
         report = verify(trainer, splits=[1], with_apply=False)
         (result,) = report.results

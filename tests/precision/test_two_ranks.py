@@ -281,10 +281,7 @@ def fine(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "case",
-    [*ROUNDED, "fsdp2-reduces-float32"],
-)
+@pytest.mark.parametrize("case", [*ROUNDED, "fsdp2-reduces-float32"])
 def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[str, Any]) -> None:
     row = rows[case]
     assert "raised" not in row, row

@@ -58,9 +58,7 @@ def step(
         **TOLD[told],
     }
     live = Accelerator(
-        gradient_accumulation_steps=steps,
-        mixed_precision="bf16",
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        gradient_accumulation_steps=steps, mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
     )
     mine = rows[dist.get_rank() :: 2]
     size = len(mine) // steps

@@ -122,8 +122,7 @@ def test_the_matrix_is_summarised_and_drawn(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "call",
-    ["accelerate_loop --splits 16x3", "convergence_monitor --fault lightning", "window_speed --modes faster"],
+    "call", ["accelerate_loop --splits 16x3", "convergence_monitor --fault lightning", "window_speed --modes faster"]
 )
 def test_a_wrong_call_ends_at_once(call: str) -> None:
     assert recipe(*call.split(), code=2).stderr

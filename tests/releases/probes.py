@@ -615,13 +615,7 @@ PROBES: dict[str, Probe] = {
     "regression-and-multi-label-mean": Probe(
         lambda: same(
             gradient(Head("regression", HEADS["vit-regression"].build, images(_one_number))),
-            gradient(
-                Head(
-                    "multi-label",
-                    HEADS["vit-multi-label"].build,
-                    images(_three_numbers),
-                )
-            ),
+            gradient(Head("multi-label", HEADS["vit-multi-label"].build, images(_three_numbers))),
         ),
         G,
         before=1.0,

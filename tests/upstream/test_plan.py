@@ -17,13 +17,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from hf_accum_fix.errors import ForeignPatchError, SeamError, UnsupportedVersionError
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
-from hf_accum_fix.upstream.environment import (
-    Environment,
-    SeamState,
-    detect,
-    fingerprints,
-    is_pristine,
-)
+from hf_accum_fix.upstream.environment import Environment, SeamState, detect, fingerprints, is_pristine
 from hf_accum_fix.upstream.plan import Action, Plan, make_plan
 from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_BODIES, TESTED_RELEASES, seams_of
 

@@ -147,11 +147,7 @@ def metered(output: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "made",
-    [with_collator, with_loader, changing, metered],
-    ids=lambda made: made.__name__,
-)
+@pytest.mark.parametrize("made", [with_collator, with_loader, changing, metered], ids=lambda made: made.__name__)
 def test_the_training_that_follows_is_the_one_without_it(made: Callable[[Path], Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     wanted = losses(made(tmp_path))

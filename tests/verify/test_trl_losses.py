@@ -35,11 +35,7 @@ _ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _rows() -> dict[str, Tensor]:
     rows = batch()
-    return {
-        **rows,
-        "entropies": rows["teacher"].abs().requires_grad_(),
-        "old": rows["logprobs"].detach() + 0.1,
-    }
+    return {**rows, "entropies": rows["teacher"].abs().requires_grad_(), "old": rows["logprobs"].detach() + 0.1}
 
 
 def _loss(kind: str, what: dict[str, Any]) -> Any:

@@ -264,13 +264,7 @@ def row(
     ],
 )  # fmt: skip
 def test_what_is_not_exact_is_named(
-    make: Make,
-    how: dict[str, Any],
-    kind: Kind,
-    words: tuple[str, ...],
-    absent: str,
-    fixed: Kind | None,
-    tmp_path: Path,
+    make: Make, how: dict[str, Any], kind: Kind, words: tuple[str, ...], absent: str, fixed: Kind | None, tmp_path: Path
 ) -> None:
     report = verify(make(tmp_path), **how)
     assert report.verdict.kind is kind and all(each in report.verdict.words for each in words), report

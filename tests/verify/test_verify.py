@@ -26,10 +26,7 @@ AFFECTED: dict[str, tuple[str, tuple[str, ...]] | None] = {
     "mixtral": ("aux loss times G", ("router-loss-times-steps",)),
 }
 if before("5.6"):  # measured on 5.4.0
-    AFFECTED = {
-        "llama": ("1/G", ("gradient-divided-twice",)),
-        "llava": ("1/G", ("gradient-divided-twice",)),
-    }
+    AFFECTED = {"llama": ("1/G", ("gradient-divided-twice",)), "llava": ("1/G", ("gradient-divided-twice",))}
 if before("5.0"):  # measured on 4.49.0
     AFFECTED = {
         "llama": None,
