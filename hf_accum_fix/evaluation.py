@@ -21,6 +21,7 @@ from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of
+from hf_accum_fix.router.router_loss import weighted_router_loss
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -58,7 +59,7 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
         if own_func or counted is not None or contract.has_router_loss:
             with torch.no_grad():
                 loss, outputs = loss_alone(trainer, model, counted or dict(inputs))
-            router = contract.weighted_router_loss(outputs)
+            router = weighted_router_loss(contract, outputs)
             loss = loss if router is None else loss - router.to(loss.device)
         if loss is None:
             refused.append("prediction_step returned no loss")

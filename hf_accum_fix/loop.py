@@ -32,16 +32,15 @@ from torch import Tensor, nn
 from hf_accum_fix.confirmation import confirm_loop
 from hf_accum_fix.counting.items import ZeroWeightBatch, count_dtype
 from hf_accum_fix.coupled.coupled_loss import planned
-from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.data.duplicates import WithoutDuplicates, note_repeated
 from hf_accum_fix.engines.engine import engine_divisor, reducing
-from hf_accum_fix.engines.sample_shards import axis_size, check_shards
+from hf_accum_fix.engines.sample_shards import axis_size
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.options import options_from, shows_options
 from hf_accum_fix.reading.values import capture
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_accelerator
-from hf_accum_fix.weighing.by_rule import run_by_rule
 from hf_accum_fix.weighing.weigh import Weighed
 from hf_accum_fix.window.loop_host import Batch, LoopHost, LossOf
 from hf_accum_fix.window.window import Window
@@ -91,7 +90,6 @@ class AccumulationWindow:
             )
         last = self._begun == len(self)
         with (
-            host.attention(model, self.batches[self._begun - 1]),
             self._engine_noted(),
             reducing(host.accelerator, model, last=last),
             host.delivery.micro_batch(host, model, len(self), self._begun),
@@ -142,7 +140,7 @@ class AccumulationWindow:
                 found = host.contained("weighting the loss of a micro-batch", weigh, None)
                 weighed = window.average(loss) if found is None else found
             else:
-                loss, _ = run_by_rule(part, inputs, window.items_of(batch), partial(host.forward, model))
+                loss, _ = window.run_by_rule(inputs, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
         return self._added(window, weighed)
 
@@ -166,11 +164,9 @@ class AccumulationWindow:
         """A loss for backward, added to the window's."""
         host, contract = self._host, self._host.contract
         if contract is not None and host.state.loss.is_settled and not host.state.recorded:
-            host.contained("reporting a loss", partial(host.record, contract, len(self)), None)
-            logger.info("%s: the loss %s; G=%d, W=%d.", host.head, contract, len(self), host.world.size)
+            host.contained("reporting a loss", partial(host.announce, contract, len(self)), None)
         window.add(weighed.value)
-        over_ranks = 1.0 if host.state.aside or host.world.over_ranks is None else host.world.over_ranks
-        loss = weighed.loss if over_ranks == 1.0 else weighed.loss * over_ranks
+        loss = weighed.loss
         if host.accelerator is not None and loss.requires_grad:
             loss.register_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
         return loss
@@ -222,7 +218,7 @@ class AccumulationWindows:
     def __init__(self, dataloader: Iterable[Batch], host: LoopHost) -> None:
         self._dataloader, self._host = dataloader, host
         if host.world.size > 1 and isinstance(dataloader, DataLoaderStateMixin):
-            self._dataloader = WithoutDuplicates(dataloader, host.options.drop_duplicates, host.warn_repeated)
+            self._dataloader = WithoutDuplicates(dataloader, host.options.drop_duplicates, partial(note_repeated, host))
             self._dataloader.check()
 
     @property
@@ -267,8 +263,7 @@ class AccumulationWindows:
             host.state.opened += 1
             window = AccumulationWindow(host, fetched)
             try:
-                with host.cut(fetched):
-                    yield window
+                yield window
             finally:
                 host.delivery.gradient.drop()
             if window._begun < len(window):
@@ -280,8 +275,7 @@ class AccumulationWindows:
         host.trained = None
         if self.world_size > 1:
             # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.
-            with host.cut([]):
-                host.open([])
+            host.open([])
 
 
 @partial(shows_options, of_loops=True)
@@ -304,7 +298,7 @@ def accumulation_windows(
         SeamError: if the accelerator lacks an attribute that is used.
         OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
             invalid or has no meaning in a loop.
-        UnsupportedSetupError: if the accelerator's ranks share tensors (tensor parallelism), or
+        UnsupportedSetupError: if the accelerator's ranks share tensors or samples, or
             repeated samples are to be dropped and cannot be recognised.
     """
     if steps is None and accelerator is None:
@@ -313,15 +307,13 @@ def accumulation_windows(
         require_accelerator(accelerator)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
-    if (tensors := axis_size(accelerator, "tp")) > 1:
-        raise UnsupportedSetupError(
-            f"got tp_size={tensors} in a loop; expected data-parallel ranks, or ranks that share samples (cp, sp); "
-            "remove tp_size, or train by a Trainer"
-        )
-    given = options_from(options, of_loops=True)
-    sizes = {axis: axis_size(accelerator, axis) for axis in ("cp", "sp")}
-    check_shards("accumulation_windows", sizes, given, func=False)
-    coupled, given = planned(given)
+    for axis in ("tp", "cp", "sp"):
+        if (size := axis_size(accelerator, axis)) > 1:
+            raise UnsupportedSetupError(
+                f"got {axis}_size={size} in a loop; expected data-parallel ranks; remove {axis}_size, or train by a "
+                "Trainer"
+            )
+    coupled, given = planned(options_from(options, of_loops=True))
     host = LoopHost(accelerator, steps, given)
     host.coupled = coupled
     windows = AccumulationWindows(dataloader, host)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from hf_accum_fix.counting.reduction import Reduction
+from hf_accum_fix.learning.contract import Reduction
 from hf_accum_fix.upstream.defects import Defect
 from hf_accum_fix.upstream.engine_defects import EngineDefect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed

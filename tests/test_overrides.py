@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -328,30 +326,6 @@ def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
 
 
 # --- what the user reads ----------------------------------------------------------------------------------------
-
-
-def test_the_state_is_marked_and_an_unmarked_checkpoint_warns_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def trained(path: str, steps: int, resume: Any = None) -> Any:
-        cls = ClassRecorder if path == "trainer" else StockRecorder
-        given = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "samples": list(MLM.samples) * 4}
-        trainer = trainer_of(MLM, tmp_path, cls, model=bert("BertForMaskedLM")(), **given)
-        with caplog.at_level(logging.WARNING, logger="hf_accum_fix"):
-            trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    trained("stock", 1)
-    trained("trainer", 3, resume=str(tmp_path / "checkpoint-1"))
-    assert sum("was reached without hf_accum_fix" in record.message for record in caplog.records) == 1
-    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"]["hf_accum_fix"] == {"active": True}
-    caplog.clear()
-    trained("trainer", 4, resume=str(tmp_path / "checkpoint-3"))
-    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
-
-
-# --- what cannot be right is refused ----------------------------------------------------------------------------
 
 
 def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from hf_accum_fix.counting.items import sample_count
 from hf_accum_fix.coupled.accept import WithoutCollectives, accepted, varying
 from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import Key, WholeWindow, kind_of
+from hf_accum_fix.engines.model import is_compiled
 from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import AccumFixError, ContractError, UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun
 from hf_accum_fix.options import Options
-from hf_accum_fix.reading.model import holds_shards, is_compiled
 from hf_accum_fix.trace.preserve import preserved_state
 
 #: How the loss is reduced then.
@@ -67,7 +67,7 @@ class CoupledLoss(WholeWindow):
         self._gather(host, error, why)
 
     def _collect(self, host: Training, run: LossRun, batches: Sequence[Any]) -> None:
-        sharded = holds_shards(run.model)
+        sharded = run.sharded
         state = partial(preserved_state, run.model, *run.others, leave=run.leave, sharded=sharded)
         alike = {kind: [each for each in batches if kind_of(each) == kind] for kind in map(kind_of, batches)}
         # A micro-batch alone is not cut.

@@ -7,6 +7,7 @@ micro-batch of an epoch may have some, or nothing else; no other micro-batch has
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,25 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Iter
 
 from hf_accum_fix.counting.items import ZeroWeightBatch, has_rows, sample_count
 from hf_accum_fix.data.balancing import is_balanced
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require
 from hf_accum_fix.upstream.seams import BATCH_SHARD, DISPATCHER, STREAM_SHARD
+
+logger = logging.getLogger("hf_accum_fix")
+
+
+def note_repeated(training: Training, samples: int) -> None:
+    """Note and log once that a training's dataloader repeats samples, over all ranks."""
+    if "repeated" in training.warned:
+        return
+    drops = training.options.drop_duplicates
+    training.warned.add("repeated")
+    training.note(repeated_samples=samples, repeated_samples_dropped=drops)
+    if training.world.rank == 0:
+        outcome = "; they are dropped" if drops else ", which count twice; drop_duplicates=True drops them"
+        words = "an epoch's last micro-batches repeat %d samples to even out the ranks%s"
+        logger.log(logging.INFO if drops else logging.WARNING, words, samples, outcome)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import length_hint
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import IterableDataset
 
 from hf_accum_fix.data.balancing import BalancedStream, Dealer
-from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.data.duplicates import WithoutDuplicates, note_repeated
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.engines.ranks import Training
@@ -48,7 +49,7 @@ def in_windows(
     loader = _balanced(host, trainer, loader)
     # A loader that accelerate did not prepare repeats nothing.
     if host.world.size > 1 and isinstance(loader, DataLoaderStateMixin):
-        loader = WithoutDuplicates(loader, host.options.drop_duplicates, host.warn_repeated)
+        loader = WithoutDuplicates(loader, host.options.drop_duplicates, partial(note_repeated, host))
         loader.check()
     if opened is not None:
         return WholeWindows(loader, host.steps, opened)

@@ -42,7 +42,7 @@ class Delivery:
         ):
             yield
         if unknown and gradient.lost is not None:
-            host.amend(lost_in_16_bits=gradient.lost)
+            host.note(lost_in_16_bits=gradient.lost)
             if gradient.matters:
                 head = type(host.bare(model)).__name__
                 host.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")
@@ -54,7 +54,7 @@ class Delivery:
         """
         if (verdict := self.reached.close(host, times)) is None:
             return
-        host.amend(**self.reached.facts())
+        host.note(**self.reached.facts())
         where = f"{host.head}: {host.where}"
         if verdict.wrong:
             host.warn_inexact(

@@ -55,6 +55,7 @@ class Training(Protocol):
     options: Options
     world: World
     name: str  # of the trainer
+    warned: set[str]  # names of the warnings that were given
     context_parallel: bool  # its step would cut samples
 
     @property
@@ -121,11 +122,8 @@ class Training(Protocol):
     def warn_inexact(self, name: str, message: str) -> None:
         """Warn once, and count this window as inexact."""
 
-    def warn_repeated(self, samples: int) -> None:
-        """Note and log once that the dataloader repeats samples."""
-
-    def amend(self, **facts: Any) -> None:
-        """Change what is in the report, once the training is."""
+    def note(self, **facts: Any) -> None:
+        """Keep more facts for report()."""
 
     def bare(self, model: nn.Module) -> nn.Module:
         """The model without the engine's wrappers."""

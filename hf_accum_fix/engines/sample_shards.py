@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, Final
 from zlib import crc32
 
@@ -29,9 +28,7 @@ from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
-from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.protocols import AcceleratorLike
-from hf_accum_fix.upstream.seams import CUTS
 
 #: Labels that were shifted before the samples were cut.
 SHIFTED: Final = "shift_labels"
@@ -96,34 +93,6 @@ def cut_whole(prepare: Callable[..., Any], model: nn.Module, batch: Any) -> bool
         return True
 
 
-def cut_by_trainer(accelerator: Any) -> Callable[..., Any]:
-    """The Trainer's method for `cut_whole`, which reads the accelerator alone, for a loop that has no Trainer.
-
-    Raises:
-        UnsupportedSetupError: before transformers 4.56.0, which cut no samples.
-    """
-    if (method := getattr(import_module("transformers").Trainer, CUTS, None)) is None:
-        raise UnsupportedSetupError(
-            f"got cp_size={accelerator.parallelism_config.cp_size} in a loop; expected transformers 4.56.0 or newer, "
-            "whose Trainer cuts samples; update it, or remove cp_size"
-        )
-    return partial(method, SimpleNamespace(accelerator=accelerator))
-
-
-def check_attention(name: str, model: nn.Module) -> None:
-    """Refuse a model that would attend to its part of a sample alone.
-
-    Raises:
-        UnsupportedSetupError: if its attention is none that context parallelism replaces.
-    """
-    kind = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
-    if kind != "sdpa":
-        raise UnsupportedSetupError(
-            f"{name}: got attention {kind!r} with samples that are cut over ranks; expected 'sdpa', the one that "
-            "context parallelism replaces; build the model with attn_implementation='sdpa'"
-        )
-
-
 def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
     """The context in which attention of a cut micro-batch is over all ranks that hold a part.
 
@@ -132,8 +101,7 @@ def attention_over_ranks(accelerator: Any, batch: Mapping[str, Any]) -> Callable
     rows, length = batch["input_ids"].shape
     unread = torch.empty(rows, length * accelerator.parallelism_config.cp_size, device=batch["input_ids"].device)
     cut = {"buffers": [unread], "buffer_seq_dims": [1], "no_restore_buffers": {unread}}
-    # Its own may be replaced, for a loop that would cut again.
-    return partial(type(accelerator).maybe_context_parallel, accelerator, **cut)
+    return partial(accelerator.maybe_context_parallel, **cut)
 
 
 def is_one_of(inputs: Mapping[str, Any], cut: Sequence[Any]) -> bool:
@@ -143,17 +111,6 @@ def is_one_of(inputs: Mapping[str, Any], cut: Sequence[Any]) -> bool:
     if own is None or any(own is each for each in others):
         return own is not None
     return any(own.shape == each.shape and own.to(each.device).equal(each) for each in others)
-
-
-@contextmanager
-def cut_in_place(accelerator: Any, batches: Sequence[Any]) -> Iterator[None]:
-    """Around a loop's window: its micro-batches are cut in place, and by nobody a second time."""
-    prepare = cut_by_trainer(accelerator)
-    for each in batches:
-        cut_whole(prepare, nn.Identity(), each)
-    # A loop that was written for accelerate cuts each micro-batch itself.
-    with overridden(accelerator, "maybe_context_parallel", lambda *_, **__: nullcontext()):
-        yield
 
 
 def other_samples(accelerator: Any, batches: Sequence[Any], gather: Callable[[list[Any]], list[Any]]) -> str:

@@ -12,12 +12,37 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.counting.items import Items
-from hf_accum_fix.counting.reduction import Reduction as Reduction
 from hf_accum_fix.counting.rules import is_near
 from hf_accum_fix.errors import ContractError
 
 #: The reason of a contract that could not be observed yet.
 NO_TARGET_SEEN = "no target was seen yet"
+
+
+class Reduction(str, Enum):
+    """What a loss does with the items of its micro-batch."""
+
+    NUMBER = "number"
+    MEAN = "mean"
+    SUM = "sum"
+    PLAIN = "plain"
+    STOCK = "stock"
+    WINDOW = "window"
+
+    @property
+    def words(self) -> str:
+        """The predicate of a sentence about the loss."""
+        return _PREDICATES[self.value]
+
+
+_PREDICATES = {
+    "number": "divides by num_items_in_batch",
+    "mean": "is the mean over its own items",
+    "sum": "is a sum",
+    "plain": "is averaged over micro-batches",
+    "stock": "stays as the trainer scales it",
+    "window": "is computed over all samples of a step",
+}
 
 
 class How(str, Enum):
@@ -86,16 +111,6 @@ class TermSpec:
         return (self.how, counted_by or self.counted, len(self.own))
 
 
-def router_loss(outputs: Any, name: str) -> Tensor | None:
-    """The router loss in a model's outputs, of encoder and decoder together; None: none.
-
-    ``name`` is "aux_loss" (load balancing) or "z_loss", as in the library's output classes.
-    """
-    parts = outputs.items() if isinstance(outputs, Mapping) else ()
-    tensors = [part for key, part in parts if f"_{key}".endswith(f"_{name}") and isinstance(part, Tensor)]
-    return sum((part.to(tensors[0]) for part in tensors[1:]), start=tensors[0]) if tensors else None
-
-
 @dataclass(frozen=True)
 class LossContract:
     """How a loss is reduced, as far as exact accumulation depends on it.
@@ -103,8 +118,8 @@ class LossContract:
     Attributes:
         reduction: how the loss is reduced.
         items: what ``N`` counts; None for what is no mean over items.
-        router_coefficient: factor of the ``aux_loss`` (see `router_loss`) in the loss, which stays a mean over
-            micro-batches; 0.0: there is none.
+        router_coefficient: factor of the ``aux_loss`` in the loss, which stays a mean over micro-batches; 0.0: there is
+            none.
         router_z_coefficient: the same for the ``z_loss``.
     """
 
@@ -139,24 +154,6 @@ class LossContract:
         if counts and not isinstance(self.items, Items):
             words = f"a loss that {self.reduction.words}, with items={self.items!r}"
             raise ContractError(f"got {words}; expected items=Items(...), such as Items(('labels',))")
-
-    def weighted_router_loss(self, outputs: Any) -> Tensor | None:
-        """The router losses in the loss, times their coefficients, 0-dim; None: the loss has none.
-
-        Raises:
-            ContractError: if the outputs lack a router loss that is in the contract.
-        """
-        named = {"aux_loss": self.router_coefficient, "z_loss": self.router_z_coefficient}
-        terms = [(name, factor, router_loss(outputs, name)) for name, factor in named.items() if factor]
-        for name, factor, term in terms:
-            if term is None:
-                found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-                raise ContractError(
-                    f"got outputs with {found}; expected {name}, since the contract has {factor:g} x {name} in the "
-                    "loss; return the router loss from the model"
-                )
-        weighed = [factor * term for _, factor, term in terms if term is not None]
-        return sum(weighed[1:], start=weighed[0]) if weighed else None
 
     def as_number(self, value: Tensor) -> Tensor:
         """A number in the dtype of the loss's weights."""

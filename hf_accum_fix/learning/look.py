@@ -41,6 +41,7 @@ class LossRun:
     forward: Forward  # one forward of the trained loss
     model: nn.Module  # its modes, buffers and parameters are restored
     device: torch.device  # of the number
+    sharded: bool = False  # an engine shards the parameters
     head: nn.Module | None = None  # the model whose outputs have a router loss; None: there is none
     others: Sequence[object] = ()  # more objects whose attributes are restored, such as the trainer
     leave: Sequence[object] = ()  # objects that are not restored, such as data sets

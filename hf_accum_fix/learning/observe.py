@@ -22,7 +22,6 @@ from hf_accum_fix.learning.join import Split, splits
 from hf_accum_fix.learning.learn import learn, number_rule
 from hf_accum_fix.learning.look import Comparison, Look, LossRun, Setting, look, out_of_memory
 from hf_accum_fix.reading.loss_graph import Term
-from hf_accum_fix.reading.model import holds_shards
 from hf_accum_fix.reading.nodes import NotSavedError
 from hf_accum_fix.trace.preserve import PythonState, preserved_state
 
@@ -62,7 +61,7 @@ def observe(
     # By their own targets the ranks would choose different ones.
     batches = batches[:1] if setting.is_cut else batches
     listed = any(next(listed_targets(each), None) is not None for each in batches)
-    ranks, sharded = ranks or SyncedRanks(), holds_shards(loss.model)
+    ranks, sharded = ranks or SyncedRanks(), loss.sharded
     found: LossContract | None = None
     with preserved_state(loss.model, *loss.others, leave=loss.leave, sharded=sharded) as state:
         plan = _Plan(loss, batches, setting, state, sharded).contract()

@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_accum_fix.counting.items import Items
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
+from hf_accum_fix.engines import model as declared
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.engines.ranks import World
@@ -30,19 +31,17 @@ from hf_accum_fix.engines.sample_shards import (
 )
 from hf_accum_fix.engines.watched import has_own_hooks
 from hf_accum_fix.errors import AccumFixError, ContractError
-from hf_accum_fix.learning.contract import LossContract, Reduction, router_loss
+from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
-from hf_accum_fix.reading import model as declared
 from hf_accum_fix.router.load_balancing import LENDER
-from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients
+from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients, router_loss
 from hf_accum_fix.trace.preserve import PythonState, overridden
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
-from hf_accum_fix.weighing.by_rule import loss_of_outputs
-from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host
+from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host, loss_of_outputs
 from hf_accum_fix.window.settle import settle
 from hf_accum_fix.window.state import LossState
 from hf_accum_fix.window.window import Window, open_unless_aside
@@ -53,8 +52,6 @@ logger = logging.getLogger("hf_accum_fix")
 _NUMBER_DROPPED = is_present("item-count-dropped-again", transformers.__version__)
 #: The trainer's attribute for its session.
 SESSION = "_hf_accum_fix_session"
-#: The marker in a trainer's state, and so in its checkpoints.
-MARKER = "hf_accum_fix"
 #: A method as it was, and the arguments of a call of it.
 Original: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
@@ -105,13 +102,6 @@ class Session(Host):
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
 
-    def announce(self, contract: LossContract, steps: int) -> None:
-        """Record for report(), and log, how the loss of this training is reduced."""
-        self.record(contract, steps, router_loss=self.router.in_force.value)
-        if self.world.rank == 0:
-            router = f", {self.router.in_force}" if contract.has_router_loss else ""
-            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, steps, self.world.data_ranks)
-
     def warn_off(self, off: Mapping[str, str]) -> None:
         """Warn once of each feature that is off in this training."""
         for what, why in off.items():
@@ -130,14 +120,6 @@ class Session(Host):
             for each in batches:
                 cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
         complete_shards(self, batches)
-        state = self.trainer.state
-        if state.global_step and not self.state.opened and MARKER not in state.stateful_callbacks:
-            self.warn_once(
-                "resumed",
-                f"step {state.global_step} was reached without hf_accum_fix; from here on gradient and log are of "
-                "the global batch, and learning rate, clipping and the curve may not match the earlier steps",
-            )
-        state.stateful_callbacks[MARKER] = {"active": True}
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is None:
@@ -227,6 +209,7 @@ class Session(Host):
                 lambda inputs, number: self.loss_in_training(model, inputs, number)[0],
                 model,
                 self.world.device,
+                declared.holds_shards(model),
                 self.bare(trainer.model),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),

@@ -32,7 +32,6 @@ from hf_accum_fix.reading.values import Captured, capture
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.weighing.by_rule import run_by_rule
 from hf_accum_fix.weighing.part import differ
 from hf_accum_fix.weighing.weigh import Weighed
 from hf_accum_fix.window.window import Window
@@ -232,8 +231,7 @@ class MicroBatch:
         """
         session, part, contract = self.session, self.part, self.part.contract
         if not (contract.terms or contract.custom):
-            return run_by_rule(
-                part,
+            return self.window.run_by_rule(
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
                 None,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),

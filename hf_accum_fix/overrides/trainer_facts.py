@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_accum_fix.engines.model import has_parameter
 from hf_accum_fix.engines.sample_shards import axis_size
-from hf_accum_fix.reading.model import has_parameter
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: The modules of the base Trainer, with and without the patch.

@@ -27,7 +27,7 @@ where nothing is trained:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.counting.items import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 from hf_accum_fix.trace.preserve import random_states, with_buffers
 
@@ -58,6 +59,35 @@ class Convention(str, Enum):
 
     def __str__(self) -> str:
         return "of the whole global batch" if self is Convention.EXACT else "the mean over micro-batches and ranks"
+
+
+def router_loss(outputs: Any, name: str) -> Tensor | None:
+    """The router loss in a model's outputs, of encoder and decoder together; None: none.
+
+    ``name`` is "aux_loss" (load balancing) or "z_loss", as in the library's output classes.
+    """
+    parts = outputs.items() if isinstance(outputs, Mapping) else ()
+    tensors = [part for key, part in parts if f"_{key}".endswith(f"_{name}") and isinstance(part, Tensor)]
+    return sum((part.to(tensors[0]) for part in tensors[1:]), start=tensors[0]) if tensors else None
+
+
+def weighted_router_loss(contract: LossContract, outputs: Any) -> Tensor | None:
+    """The router losses in a loss, times their coefficients, 0-dim; None: the loss has none.
+
+    Raises:
+        ContractError: if the outputs lack a router loss that is in the contract.
+    """
+    named = {"aux_loss": contract.router_coefficient, "z_loss": contract.router_z_coefficient}
+    terms = [(name, factor, router_loss(outputs, name)) for name, factor in named.items() if factor]
+    for name, factor, term in terms:
+        if term is None:
+            found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+            raise ContractError(
+                f"got outputs with {found}; expected {name}, since the contract has {factor:g} x {name} in the "
+                "loss; return the router loss from the model"
+            )
+    weighed = [factor * term for _, factor, term in terms if term is not None]
+    return sum(weighed[1:], start=weighed[0]) if weighed else None
 
 
 # --- recognising the loss --------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ class StateLike(Protocol):
     """``transformers.TrainerState``."""
 
     global_step: int
-    stateful_callbacks: Any
 
 
 class AcceleratorLike(Protocol):

@@ -165,7 +165,6 @@ _ROWS: Final = (
     Attribute(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
     Attribute(ARGUMENTS, "max_steps num_train_epochs", "train a copy for some steps", off=VERIFY),
     Attribute(STATE, "global_step", "name a window"),
-    Attribute(STATE, "stateful_callbacks", "mark a checkpoint"),
     Attribute("transformers.trainer_callback", "TrainerCallback TrainerControl DefaultFlowCallback", "train a copy"),
     Attribute("transformers.trainer_pt_utils", "LabelSmoother", "compute the loss"),
     Attribute("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "compute the loss"),

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.engines.engine import is_sharded
+from hf_accum_fix.engines.model import products_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.evaluation import loss_alone
 from hf_accum_fix.learning.contract import How, LossContract, Reduction
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
-from hf_accum_fix.reading.model import products_are_rounded
+from hf_accum_fix.router.router_loss import weighted_router_loss
 from hf_accum_fix.trace.preserve import overridden, random_states, seed_generators
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
@@ -108,7 +109,7 @@ class Scene:
         loss, outputs = self._alone(inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ContractError(f"got {loss!r} as the loss of a batch; expected one number")
-        router = self.contract.weighted_router_loss(outputs)
+        router = weighted_router_loss(self.contract, outputs)
         return loss, None if router is None else router.to(loss.device)
 
     def _alone(self, inputs: Any) -> tuple[Tensor, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_accum_fix.counting.items import Items, count_dtype, mean_item_count
-from hf_accum_fix.learning.contract import LossContract, TermSpec
+from hf_accum_fix.counting.items import Items, ZeroWeightBatch, count_dtype, mean_item_count
+from hf_accum_fix.learning.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.reading.nodes import on_host
 
 #: A Python number, or a tensor of one element on the device.
@@ -93,6 +93,35 @@ class Part:
                 mean = torch.where(n == 0, 1.0, n) / (self.engine_divisor * self.world_size)
             found[key] = self.contract.as_number(mean)
         return found
+
+    def scale_of(
+        self, inputs: Mapping[str, Any], items: Mapping[Items | int, Tensor] | None, *, own_loss: bool = False
+    ) -> tuple[Mapping[str, Any], Tensor | None, Tensor | float | None]:
+        """How to run a micro-batch whose loss is not read (a contract given, compiled code): averaging is then exact.
+
+        Args:
+            inputs: the micro-batch; the scaled loss of a `ZeroWeightBatch` is zero, but for router terms.
+            items: n by each rule, 0-dim; None: to be counted.
+            own_loss: a compute_loss_func, which gets n_mean as the number, and a target where there is none.
+
+        Returns:
+            The inputs of its forward; num_items_in_batch, 0-dim (None: not passed); the factor of its loss (None: 1).
+        """
+        contract, mean, number = self.contract, self.mean, self.number
+        if isinstance(inputs, ZeroWeightBatch):
+            return *self.scale_of(dict(inputs), items, own_loss=own_loss)[:2], 0.0
+        if contract.by_number and not own_loss:
+            return inputs, number, number / mean
+        if contract.reduction in (Reduction.PLAIN, Reduction.WINDOW):
+            return inputs, number if contract.items else None, None
+        if contract.reduction is Reduction.SUM:
+            return inputs, number, self.micro_batches * self.world_size
+        assert contract.items is not None
+        n = (contract.items.count(inputs) if items is None else items[contract.items]).to(self.device)
+        # Heads with lists of targets divide by at least 1.
+        least = n if contract.items.entry is None else n.clamp(min=1.0)
+        ratio = (n > 0) * 1.0 if contract.by_number else least / mean
+        return contract.items.with_target(inputs, n), contract.as_number(mean), ratio
 
     def note_constant(self, place: int, what: str, constant: float) -> None:
         """Compare a constant of a term with that of the window's first micro-batch; ``what``: it is, in words."""

@@ -20,7 +20,6 @@ from hf_accum_fix.errors import BY_DESIGN, ContractError, StandAsideError
 from hf_accum_fix.learning.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.learning.look import LossRun, run_with_graph
 from hf_accum_fix.learning.observe import NUMBERS
-from hf_accum_fix.reading.model import holds_shards
 from hf_accum_fix.reading.nodes import NotSavedError
 from hf_accum_fix.router.routing import count_routing
 from hf_accum_fix.trace.preserve import preserved_state
@@ -210,7 +209,7 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> 
     if batches:
         with (
             host.run(batches) as run,
-            preserved_state(run.model, *run.others, leave=run.leave, sharded=holds_shards(run.model)),
+            preserved_state(run.model, *run.others, leave=run.leave, sharded=run.sharded),
         ):
             for batch, its in zip(batches, counted.each, strict=True):
                 takes_number = part.contract.hands_number or (part.contract.custom and counted.number is not None)

@@ -7,23 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.counting.items import Labels, count_dtype, labels_of
+from hf_accum_fix.coupled.coupled_loss import CoupledLoss
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.delivered import Delivery
 from hf_accum_fix.engines.engine import reduced_in
+from hf_accum_fix.engines.model import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.engines.ranks import World
 from hf_accum_fix.engines.sample_shards import is_cut
-from hf_accum_fix.errors import BY_DESIGN
+from hf_accum_fix.errors import BY_DESIGN, ContractError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
-from hf_accum_fix.reading.model import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 from hf_accum_fix.window.state import ALWAYS, LossSource, TrainingState
@@ -38,25 +39,6 @@ MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch 
 MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run except to train"
 
 
-class WholeWindowLoss(Protocol):
-    """A loss over all samples of a window, that each of its micro-batches computes."""
-
-    def open(self, host: Host, batches: Sequence[Any]) -> None:
-        """Run a window that is about to be trained, for what its losses need of one another."""
-
-    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a micro-batch, with those of the window that its loss needs."""
-
-    def micro_batch(self, place: int) -> AbstractContextManager[None]:
-        """Around the forward of a micro-batch in training; ``place``: in its window."""
-
-    def note(self, loss: Tensor) -> None:
-        """What a micro-batch adds to the logged loss, 0-dim."""
-
-    def facts(self) -> dict[str, Any]:
-        """Its entries in a report."""
-
-
 class Host(ABC):
     """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here.
 
@@ -67,7 +49,7 @@ class Host(ABC):
         source: what computes its loss.
         delivery: the way of its gradients to the optimizer.
         router: its router loss.
-        repeated: samples that its dataloader repeats, for report().
+        noted: more facts for report().
         warned: names of the warnings that were given.
     """
 
@@ -75,14 +57,14 @@ class Host(ABC):
     #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
     trained: nn.Module | None
     accelerator: AcceleratorLike | None  # the ``accelerate.Accelerator``; None: there is none
-    coupled: WholeWindowLoss | None = None  # its loss over the whole window; None: it is each micro-batch's
+    coupled: CoupledLoss | None = None  # its loss over the whole window; None: it is each micro-batch's
     context_parallel = False  # its step would cut samples
 
     def __init__(self, options: Options, world: World, *, has_stock: bool) -> None:
         self.options, self.world, self.state = options, world, TrainingState()
         self.source, self.delivery = LossSource(has_stock), Delivery(options)
         self.router = RouterLoss(Convention(options.router_loss))
-        self.repeated: dict[str, Any] = {}
+        self.noted: dict[str, Any] = {}
         self.warned: set[str] = set()
 
     @property
@@ -287,24 +269,21 @@ class Host(ABC):
         for name, message in self.router.remarks():
             self.warn_once(name, f"{self.head}: {message}")
 
-    def warn_repeated(self, samples: int) -> None:
-        """Note and log once that the dataloader repeats samples."""
-        if self.repeated:
-            return
-        drops = self.options.drop_duplicates
-        self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": drops}
-        self.state.amend(**self.repeated)
-        if self.world.rank == 0:
-            outcome = "; they are dropped" if drops else ", which count twice; drop_duplicates=True drops them"
-            words = "an epoch's last micro-batches repeat %d samples to even out the ranks%s"
-            logger.log(logging.INFO if drops else logging.WARNING, words, samples, outcome)
-
-    def amend(self, **facts: Any) -> None:
-        """Change what is in the report, once the training is."""
+    def note(self, **facts: Any) -> None:
+        """Keep more facts for report()."""
+        self.noted |= facts
         self.state.amend(**facts)
 
-    def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
-        """Keep a contract for report(); ``more``: facts that only this host has."""
+    def announce(self, contract: LossContract, micro_batches: int) -> None:
+        """Record for report(), and log, how the loss of this training is reduced."""
+        self.record(contract, micro_batches)
+        if self.world.rank == 0:
+            router = f", {self.router.in_force}" if contract.has_router_loss else ""
+            ranks = self.world.data_ranks
+            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, micro_batches, ranks)
+
+    def record(self, contract: LossContract, micro_batches: int) -> None:
+        """Keep a contract for report()."""
         state, model = self.state, self.trained
         observations.record(
             {
@@ -319,9 +298,8 @@ class Host(ABC):
                 if self.world.data_ranks > 1 and model is not None
                 else [],
                 **({} if self.coupled is None else self.coupled.facts()),
-                **self.delivery.reached.facts(),
-                **more,
-                **self.repeated,
+                "router_loss": self.router.in_force.value,
+                **self.noted,
             }
         )
         state.recorded = True
@@ -331,3 +309,20 @@ class Host(ABC):
         """Around the forward of a micro-batch in training: what its loss has to know of its window."""
         with self.router.micro_batch(place), self.coupled.micro_batch(place) if self.coupled else nullcontext():
             yield
+
+
+def loss_of_outputs(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:
+    """The loss that a model returned: alone, as its output ``loss``, or the first.
+
+    Raises:
+        ContractError: if its outputs are named and none is the loss.
+    """
+    if isinstance(outputs, Tensor) and outputs.ndim == 0:
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" not in outputs:
+        raise ContractError(
+            f"{type(model).__name__}: got outputs {sorted(outputs)} without a loss, from the inputs {sorted(inputs)}; "
+            "expected a loss; add the targets to the inputs, or pass compute_loss_func"
+        )
+    loss: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,27 +12,17 @@ from torch import Tensor, nn
 
 from hf_accum_fix.counting.items import Items
 from hf_accum_fix.engines.engine import engine_divisor, waits_every_micro_batch
+from hf_accum_fix.engines.model import holds_shards, requires_number, wants_number
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.engines.ranks import World
-from hf_accum_fix.engines.sample_shards import (
-    attention_over_ranks,
-    axis_size,
-    check_attention,
-    check_shift,
-    compare_samples,
-    complete_shards,
-    cut_in_place,
-)
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
-from hf_accum_fix.reading.model import requires_number, wants_number
 from hf_accum_fix.router.router_loss import has_z_loss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
-from hf_accum_fix.weighing.by_rule import loss_of_outputs
 from hf_accum_fix.weighing.part import Part
-from hf_accum_fix.window.host import Host
+from hf_accum_fix.window.host import Host, loss_of_outputs
 from hf_accum_fix.window.window import Window, open_unless_aside
 
 Batch = Mapping[str, Any]
@@ -55,26 +45,10 @@ class LoopHost(Host):
         device = torch.device("cpu") if accelerator is None else accelerator.device
         super().__init__(options, World(rank, size, size, shards, device), has_stock=False)
         self.accelerator, self._steps, self._is_placed = accelerator, steps, accelerator is not None
-        self.context_parallel = axis_size(accelerator, "cp") > 1
 
     @property
     def steps(self) -> int:
         return self._steps or int(getattr(self.accelerator, "gradient_accumulation_steps", 1))
-
-    @contextmanager
-    def cut(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """Around a window: under context parallelism its samples are cut in place."""
-        if self.context_parallel:
-            compare_samples(self, batches)
-        with cut_in_place(self.accelerator, batches) if self.context_parallel else nullcontext():
-            yield
-
-    def attention(self, model: nn.Module, batch: Batch) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: attention of cut samples is over all their ranks."""
-        if not self.context_parallel:
-            return nullcontext()
-        check_attention(self.name, self.bare(model))
-        return attention_over_ranks(self.accelerator, batch)()
 
     @property
     def readable(self) -> bool:
@@ -104,9 +78,7 @@ class LoopHost(Host):
             on_gpu = self.world.size > 1 and dist.get_backend() == "nccl"
             usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             self.world.device, self._is_placed = device or usual, device is not None
-        complete_shards(self, batches)
         if (window := open_unless_aside(self, batches)) is not None:
-            check_shift(self)
             return window
         # The mean over its micro-batches, as a loop has it without this package.
         plain = LossContract(Reduction.PLAIN, reason="looking at its loss failed")
@@ -147,7 +119,7 @@ class LoopHost(Host):
             tensors = {key: each.to(self.world.device) for key, each in inputs.items() if isinstance(each, Tensor)}
             return self.forward(module, {**inputs, **tensors}, number)[0]
 
-        yield LossRun(forward, module, self.world.device, self.bare(module))
+        yield LossRun(forward, module, self.world.device, holds_shards(module), self.bare(module))
 
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
         """Loss and outputs of a forward."""

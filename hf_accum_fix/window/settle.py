@@ -11,12 +11,12 @@ from typing import Any
 
 from hf_accum_fix.data.balancing import unfit
 from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.model import is_compiled
 from hf_accum_fix.errors import BY_DESIGN, ContractError, RankError, StandAsideError, UnsupportedSetupError
 from hf_accum_fix.learning.agreement import SyncedRanks, agree
 from hf_accum_fix.learning.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.learning.look import is_of_forward, out_of_memory
 from hf_accum_fix.learning.observe import observe
-from hf_accum_fix.reading.model import is_compiled
 from hf_accum_fix.window.host import Host
 
 logger = logging.getLogger("hf_accum_fix")

@@ -12,20 +12,21 @@ by ``N seen / N predicted``, and is divided by that before the optimizer step, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.counting.items import Counts, count_by_rules
+from hf_accum_fix.counting.items import Counts, count_by_rules, scale_mean
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import AccumFixError, StandAsideError
 from hf_accum_fix.learning.contract import Reduction
 from hf_accum_fix.learning.look import is_of_forward
 from hf_accum_fix.reading.values import Captured
+from hf_accum_fix.router.router_loss import weighted_router_loss
 from hf_accum_fix.weighing.part import Part
 from hf_accum_fix.weighing.weigh import Weighed, weigh
 from hf_accum_fix.window.count import count_window
@@ -59,6 +60,25 @@ class Window:
     def weigh(self, loss: Tensor, batch: Any, captured: Captured, inputs: Mapping[str, Any]) -> Weighed:
         """Weight the loss of a micro-batch before its backward; ``inputs``: of its forward (see `weigh.weigh`)."""
         return weigh(loss, self.part, inputs, self.items_of(batch), captured)
+
+    def run_by_rule(
+        self,
+        inputs: Mapping[str, Any],
+        items: Counts | None,
+        run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
+        *,
+        own_loss: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Run a micro-batch, and scale its loss, which it returns with the outputs; arguments as of `Part.scale_of`.
+
+        ``run`` is its forward, (inputs, number or None) -> (loss, outputs).
+        """
+        inputs, number, ratio = self.part.scale_of(inputs, items, own_loss=own_loss)
+        loss, outputs = run(inputs, number)
+        if ratio is None:
+            return loss, outputs
+        router = weighted_router_loss(self.part.contract, outputs)
+        return scale_mean(loss, ratio, None if router is None else router.to(loss.device)), outputs
 
     def average(self, loss: Tensor) -> Weighed:
         """A loss that was scaled by its rule, over G."""

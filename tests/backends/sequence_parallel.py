@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,13 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mixtral.modeling_mixtral import MixtralModel
 
-from hf_accum_fix import accumulation_windows, observations
+from hf_accum_fix import observations
 from tests.backends.rows import DEEPSPEED, FSDP2, LAUNCHED_DEEPSPEED, Backend, launched_fsdp, zero
 from tests.backends.trajectory import furthest, gathered, variables, without_compiling
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
@@ -192,92 +190,6 @@ def under_ulysses(
             return stepped(model, ranks, split, path, max_norm, targets, backend, given, reference or plain_sgd)
         finally:
             unset_hf_deepspeed_config()
-
-
-def loop_under_ulysses(stage: int, ranks: int, split: tuple[int, int], *, stock: bool = False) -> Cut:
-    """Two windows of a loop of one's own, its accelerator as a user makes it."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState, GradientState
-
-    (b, steps), model = split, llama()
-    rows = samples(RAGGED, 2 * ranks // CUT * b * steps)
-    windows = [of_window(rows, ranks, split, at, True) for at in range(2)]
-    change, losses, _ = plain_sgd(model, windows, UNCLIPPED)
-    start, logged = trainable(model), []
-    unset_hf_deepspeed_config()
-    with variables(LAUNCHED_DEEPSPEED), registered():
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-        PartialState(cpu=True, backend="gloo")
-        sizes = {"train_micro_batch_size_per_gpu": b, "gradient_accumulation_steps": steps, "gradient_clipping": 0.0}
-        plugin = DeepSpeedPlugin(hf_ds_config={**zero(stage)["deepspeed"], **sizes})
-        live = Accelerator(gradient_accumulation_steps=steps, deepspeed_plugin=plugin, **ulysses(ranks))
-        loader: Any = DataLoader(rows, batch_size=b, collate_fn=stacked)  # type: ignore[arg-type]
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
-        engine, optimizer, loader = live.prepare(model, optimizer, loader)
-        if stock:
-            for batch in loader:
-                with live.accumulate(engine):
-                    labels = batch["shift_labels"].contiguous()
-                    loss = engine(**{**batch, "labels": labels, "shift_labels": labels})["loss"]
-                    live.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        else:
-            for window in accumulation_windows(loader, live):
-                for batch in window:
-                    with window.micro_batch(engine):
-                        live.backward(window.loss(engine, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-                logged.append(float(window.mean_loss()))
-        end = gathered(engine, Backend("", DEEPSPEED))
-        unset_hf_deepspeed_config()
-    found = {name: (end[name] - start[name]).double() for name in start}
-    return Cut(relative(found, change), 0.0, 0.0 if stock else furthest(logged, losses), None, {})
-
-
-def loop_under_context(ranks: int, split: tuple[int, int], cuts_itself: bool, epochs: int = 1) -> Cut:
-    """Two windows of a loop of one's own under context parallelism.
-
-    ``cuts_itself``: in accelerate's context, too; ``epochs``: 1, or 2 of one window.
-    """
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    (b, steps), model, attention = split, llama(), OverRanks()
-    rows = samples(RAGGED, 2 * ranks // CUT * b * steps // epochs)
-    windows = [of_window(rows, ranks, split, at, False) for at in range(2 // epochs)] * epochs
-    change, losses, _ = plain_sgd(model, windows, UNCLIPPED)
-    start, logged = trainable(model), []
-    with variables(launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")), attention.installed():
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-        PartialState(cpu=True, backend="gloo")
-        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
-        sizes = ParallelismConfig(cp_size=CUT, dp_replicate_size=1, dp_shard_size=ranks // CUT)
-        live = Accelerator(gradient_accumulation_steps=steps, parallelism_config=sizes)
-        attention.group = live.torch_device_mesh["cp"].get_group()
-        loader: Any = DataLoader(rows, batch_size=b, collate_fn=stacked)  # type: ignore[arg-type]
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
-        engine, optimizer, loader = live.prepare(model, optimizer, loader)
-        every = accumulation_windows(loader, live)
-        for window in itertools.chain.from_iterable(itertools.repeat(every, epochs)):
-            for batch in window:
-                own = {
-                    "buffers": [batch["input_ids"]],
-                    "buffer_seq_dims": [1],
-                    "no_restore_buffers": {batch["input_ids"]},
-                }
-                around = live.maybe_context_parallel(**own) if cuts_itself else contextlib.nullcontext()
-                with around, window.micro_batch(engine):
-                    live.backward(window.loss(engine, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            logged.append(float(window.mean_loss()))
-        end = gathered(engine, Backend("", FSDP2))
-    found = {name: (end[name] - start[name]).double() for name in start}
-    return Cut(relative(found, change), 0.0, furthest(logged, losses), None, {})
 
 
 def under_context(

@@ -14,8 +14,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix.engines.sample_shards import check_attention
-from hf_accum_fix.errors import UnsupportedSetupError
 from tests.backends import sequence_parallel as cut
 from tests.backends.test_ulysses_trainings import ROWS, mixtral, sgd_with_router
 from tests.logged import logged
@@ -83,22 +81,3 @@ def test_a_stream_gives_ranks_that_share_a_sample_the_same() -> None:
     assert any("dispatch_batches, the Trainer's default for a stream, is off" in each for each in said), said
     assert stock.error > 0.1 and dispatched.error > 0.1 and not dispatched.report["exact"], (stock, dispatched)
     assert any("got different samples on ranks that share one" in each for each in warned), warned
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("ranks", "split", "cuts_itself", "epochs"), [(2, (1, 4), False, 2), (2, (2, 2), True, 1), (4, (1, 2), False, 1)]
-)
-def test_a_loop_of_ones_own(ranks: int, split: tuple[int, int], cuts_itself: bool, epochs: int) -> None:
-    """As it is, and with the context in which accelerate's documentation has a loop cut its samples."""
-    ours = on_ranks(cut.loop_under_context, ranks, split, cuts_itself, epochs, ranks=ranks)[0]
-    assert ours.error <= 4e-6 and ours.loss <= 1e-6, ours
-
-
-def test_attention_that_would_see_its_part_alone_is_refused() -> None:
-    model = cut.llama()
-    check_attention("accumulation_windows", model)
-    model.set_attn_implementation("eager")  # type: ignore[operator]
-    with pytest.raises(UnsupportedSetupError, match="got attention 'eager'"):
-        check_attention("accumulation_windows", model)

@@ -29,22 +29,6 @@ from tests.backends.trajectory import furthest, gathered, variables, without_com
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
 from tests.ranks import on_ranks
 
-
-def loops(stage: int, ranks: int, split: tuple[int, int]) -> list[cut.Cut]:
-    ours = cut.loop_under_ulysses(stage, ranks, split)
-    # On four ranks some of stock's end, and the others wait for them.
-    return [ours] if ranks > cut.CUT else [ours, cut.loop_under_ulysses(stage, ranks, split, stock=True)]
-
-
-@pytest.mark.deepspeed
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.thorough), (2, 4)])
-def test_a_loop_of_ones_own(stage: int, ranks: int) -> None:
-    ours, *stock = on_ranks(loops, stage, ranks, (2, 4), ranks=ranks)[0]
-    assert ours.error <= 4e-6 and ours.loss <= 1e-6, ours
-    assert all(each.error > 0.3 for each in stock), stock
-
-
 #: What is given to `cut.under_ulysses`.
 ASKED: dict[str, dict[str, Any]] = {
     "LoRA": {"adapt": cut.lora},

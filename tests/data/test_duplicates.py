@@ -19,7 +19,6 @@ from hf_accum_fix import Items, UnsupportedSetupError
 from hf_accum_fix.counting.items import ZeroWeightBatch, scale_mean
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.learning.contract import LossContract, Reduction
-from hf_accum_fix.weighing.by_rule import scale_of
 from hf_accum_fix.weighing.part import Part
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.parity import Step, StockRecorder, cut, reference_step, take_step
@@ -93,7 +92,7 @@ def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None
     contract = LossContract(reduction, Items(("labels",)))
     inputs = ZeroWeightBatch(labels=torch.tensor([[3, -100, 4]]))
     assert contract.items is not None and int(contract.items.count(inputs)) == 0
-    *_, ratio = scale_of(Part(contract, {contract.items: torch.tensor(10.0)}, 2, 2), inputs, None)
+    *_, ratio = Part(contract, {contract.items: torch.tensor(10.0)}, 2, 2).scale_of(inputs, None)
     assert ratio is not None
     assert float(scale_mean(torch.tensor(7.0), ratio)) == 0.0
     assert float(scale_mean(torch.tensor(7.0), ratio, torch.tensor(0.5))) == 0.5

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import hf_accum_fix
 from hf_accum_fix.engines import reached
-from hf_accum_fix.learning import observe, weigh
+from hf_accum_fix.learning import observe
+from hf_accum_fix.weighing import weigh
 from tests.losses.cases import several
 from tests.losses.models import texts
 from tests.losses.seen import Mean, Seen, Texts, full, tokens
