@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig, PartialState
@@ -32,6 +33,7 @@ from hf_accum_fix import observations
 from tests.backends.rows import DEEPSPEED, FSDP2, LAUNCHED_DEEPSPEED, Backend, launched_fsdp, zero
 from tests.backends.trajectory import furthest, gathered, variables, without_compiling
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
+from tests.ranks import on_ranks, selected
 
 CUT, RATE, CLIPPED, UNCLIPPED = 2, 0.5, 0.5, 1e30
 #: Of four samples in a row, since gloo gathers equal widths alone; two ranks hold as many positions of each.
@@ -129,6 +131,23 @@ def plain_sgd(
             for parameter in (each for each in exact.parameters() if each.grad is not None):
                 parameter -= RATE * parameter.grad
     return moved(exact, start), losses, norms
+
+
+#: Arguments of a training with smoothed labels.
+SMOOTHING: dict[str, Any] = {
+    "arguments": {"label_smoothing_factor": 0.2}, "reference": functools.partial(plain_sgd, smoothing=0.2),
+}  # fmt: skip
+
+
+def rows_of(
+    request: pytest.FixtureRequest, each: Callable[[list[str]], dict[str, Any]], ranks_of: Callable[[str], int]
+) -> dict[str, Any]:
+    """By case, of those that will run: what ``each`` finds, by one start of two ranks and one of four."""
+    found: dict[str, Any] = {}
+    for ranks in (2, 4):
+        if cases := [case for case in dict.fromkeys(selected(request)) if ranks_of(case) == ranks]:
+            found |= on_ranks(each, cases, ranks=ranks, timeout=60 + 30 * len(cases))[0]
+    return found
 
 
 #: (model, windows of samples, max_norm) -> change of the parameters, losses and norms.

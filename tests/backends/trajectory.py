@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from tests.numerics.heads import Head, Sample
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import one_class, text, with_labels, without_targets
 from tests.numerics.heads.text import DECODER
-from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
+from tests.numerics.parity import applied, moved, pass_over_imports, recorder, relative, trainable, training_arguments
 
 #: Micro-batch size and accumulation steps on each of two ranks: the same global batches of 8, 8 and 4 samples.
 SPLITS = ((1, 4), (2, 2))
@@ -69,7 +70,7 @@ class Trajectory:
         """Relative errors: of the parameter change, and the largest of the steps' losses and norms."""
         return {
             "change": self.error(reference),
-            "loss": furthest(self.losses, reference.losses),
+            "loss": furthest(self.losses, reference.losses) if self.losses else 0.0,
             "norm": furthest(self.norms, reference.norms) if self.norms else 0.0,
         }
 
@@ -129,6 +130,35 @@ def reference(
                 if parameter.grad is not None:
                     parameter -= RATE * parameter.grad
     return Trajectory(moved(model, start), losses, norms)
+
+
+def references(head: Head, max_norm: float, backend: Backend) -> tuple[Trajectory, Trajectory, float]:
+    """In float64 and in the backend's precision, and what the order of the samples makes of the latter."""
+    exact, wanted = (reference(head, max_norm, backend, exact=exact) for exact in (True, False))
+    return exact, wanted, reference(head, max_norm, backend, by=1, order=-1).error(wanted)
+
+
+def compared(found: Trajectory, exact: Trajectory, wanted: Trajectory) -> dict[str, Any]:
+    return {"exact": found.error(exact), **found.errors(wanted), "norms": found.norms}
+
+
+def attempted(run: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    """What ``run`` returns or, of all ranks alike, or the others would wait for ever, what it raised."""
+    pass_over_imports()
+    try:
+        return run(*given, **how)
+    except Exception:
+        return {"raised": traceback.format_exc()[-3000:]}
+
+
+def assert_steps(runs: Sequence[dict[str, Any]], backend: Backend, least: float = 0.0) -> None:
+    """To twice what the order of the samples does in this precision; in float64 the loss is still made in float32."""
+    for run in runs:
+        tolerance = max(1e-6 if backend.dtype == torch.float64 else 2 * run["noise"], least)
+        assert run["change"] <= tolerance and run["norm"] <= tolerance, run
+        assert run["loss"] <= max(tolerance, 1e-6), run
+        # Clipping in float32 rounds more than the order of the samples does.
+        assert (least and run["max_norm"] < 1) or run["exact"] <= 2 * tolerance + 1e-5, run
 
 
 def items_of(head: Head, samples: Sequence[Sample]) -> int:
