@@ -81,9 +81,6 @@ def test_lost_micro_batches_are_found_without_a_row() -> None:
     assert run["exact"] != known and ("micro-batches or ranks are lost" in run["reached_optimizer"]) == known, run
 
 
-# --- without DeepSpeed ----------------------------------------------------------------------------------------------
-
-
 def test_a_release_has_the_defects_of_its_range() -> None:
     none, both = set[str](), {DROPS, KEEPS_LAST}
     found = {"0.15.0": none, "0.15.1": {KEEPS_LAST}, "0.15.2": both, "0.18.9+abcdef": both, "0.19.0": none, "": none}

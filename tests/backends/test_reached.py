@@ -164,9 +164,6 @@ def test_a_gradient_that_cannot_be_read_ends_no_training(place: str, monkeypatch
     assert "failed on a rank" in looped(torch.float64)["reached_optimizer"]
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", [2, 8, 32])
 def test_rounding_is_told_from_one_per_cent(dtype: torch.dtype, steps: int) -> None:

@@ -143,8 +143,6 @@ def test_a_checkpoint_is_resumed_with_as_many_ranks_to_a_sample_or_others(
         assert error <= 4e-6 and loss <= 1e-6 and exact, (layout, error, loss)
 
 
-# --- a mixture of experts, which is trained by context parallelism --------------------------------------------------
-
 EXPERTS, CHOSEN, WEIGHT, ROWS = 4, 2, 0.5, 2
 
 
