@@ -208,8 +208,6 @@ def test_arguments_that_mean_nothing(how: dict[str, Any], tmp_path: Path) -> Non
         verify(small(Regression(), tmp_path, points(8)), **how)
 
 
-# --- what downstream test suites use --------------------------------------------------------------------------------
-
 __all__ = ["invariant"]
 
 
