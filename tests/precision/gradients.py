@@ -42,12 +42,9 @@ def batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2,
-}
+}  # fmt: skip
 
 
 def llama(**given: Any) -> nn.Module:
@@ -67,8 +64,7 @@ class Bigram(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, 32)
-        self.body = nn.Linear(32, 32)
+        self.embed, self.body = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 32)
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(
@@ -160,8 +156,6 @@ def by_loop(model: nn.Module, rows: Sequence[dict[str, Any]], steps: int, accumu
     return optimizer
 
 
-# --- a model with a branch that the last micro-batch of a window does not use, one that none uses, and a tied -------
-
 CONTRACT = LossContract(Reduction.MEAN, Items(("labels",)))
 
 
@@ -170,9 +164,7 @@ class Sometimes(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, 32)
-        self.body = nn.Linear(32, 32)
-        self.rare = nn.Linear(32, 32)
-        self.never = nn.Linear(32, 32)
+        self.body, self.rare, self.never = (nn.Linear(32, 32) for _ in range(3))
 
     def logits(self, input_ids: Tensor) -> Tensor:
         hidden = self.body(self.embed(input_ids)).relu()

@@ -29,10 +29,7 @@ TOLD: dict[str, dict[str, Any]] = {
 }
 #: That, and what is asked of us.
 CASES = (
-    ("nothing", "parameter"),
-    ("nothing", "float32"),
-    ("adds", "parameter"),
-    ("adds", "float32"),
+    *(("nothing", "parameter"), ("nothing", "float32"), ("adds", "parameter"), ("adds", "float32")),
     ("adds and reduces", "compensated"),
 )
 FINE = (CASES[0], CASES[3])
@@ -49,14 +46,8 @@ def step(
     unset_hf_deepspeed_config()
     PartialState(cpu=True, backend="gloo")
     without_compiling()
-    config = {
-        **zero(stage)["deepspeed"],
-        "train_micro_batch_size_per_gpu": len(rows) // 2 // steps,
-        "gradient_accumulation_steps": steps,
-        "gradient_clipping": 1e30,
-        "bf16": {"enabled": True},
-        **TOLD[told],
-    }
+    sizes = {"train_micro_batch_size_per_gpu": len(rows) // 2 // steps, "gradient_accumulation_steps": steps}
+    config = {**zero(stage)["deepspeed"], **sizes, "gradient_clipping": 1e30, "bf16": {"enabled": True}, **TOLD[told]}
     live = Accelerator(
         gradient_accumulation_steps=steps, mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
     )
