@@ -37,10 +37,8 @@ class Holder(Trainer):
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-}
+    "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", COPIES)
