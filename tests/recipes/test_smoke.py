@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 #: Prints, and leaves nothing.
 WITHOUT_FOLDER = ("shuffled_labels",)
 #: They take minutes.
-LONG = ("sample_shards", "window_speed")
+LONG = ("coupled_cost", "router_loss_cost", "sample_shards", "window_speed")
 #: Steps of a short run, and the alarm that it has to end with, by the fault.
 FAULTS = {
     "data": (400, "rank-loss-1"),
