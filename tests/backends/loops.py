@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, DeepSpeedPlugin
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -30,9 +28,7 @@ LOOP_HEADS = {
 
 def accelerator(backend: Backend, per_device: int, accumulate: int, max_norm: float) -> Accelerator:
     """A new one for this backend, on CPU ranks; made inside the backend's variables."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    PartialState(cpu=True, backend="gloo")
+    trajectory.fresh_state()
     given: dict[str, Any] = {"mixed_precision": "bf16" if backend.compute is torch.bfloat16 else "no"}
     if backend.wrapped == DEEPSPEED:
         trajectory.without_compiling()
@@ -40,21 +36,14 @@ def accelerator(backend: Backend, per_device: int, accumulate: int, max_norm: fl
         config = {**backend.arguments["deepspeed"], **sizes, "gradient_clipping": max_norm}
         given["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
     else:
-        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
-        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        trajectory.sharding_on()
     return Accelerator(gradient_accumulation_steps=accumulate, **given)
 
 
 def train(
-    head: Head,
-    backend: Backend,
-    split: tuple[int, int],
-    max_norm: float,
-    *,
-    stock: bool = False,
-    router_loss: str = "mean",
-    told: int | None = None,
-) -> Trajectory:
+    head: Head, backend: Backend, split: tuple[int, int], max_norm: float, *, stock: bool = False,
+    router_loss: str = "mean", told: int | None = None,
+) -> Trajectory:  # fmt: skip
     """One epoch by accumulation windows, or by ``accelerator.accumulate``; ``told``: the steps the engine knows of."""
     per_device, accumulate = split
     trajectory.unset_hf_deepspeed_config()

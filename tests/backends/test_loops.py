@@ -26,8 +26,12 @@ CASES = (
 )
 
 
+#: Before a release.
+THOROUGH = ("fsdp1-launched bert", "fsdp1-bf16 llama", "deepspeed-zero-3-bf16 llama")
+
+
 def marked(case: str) -> Any:
-    return pytest.param(case, marks=BACKENDS[case.split()[0]].mark)
+    return pytest.param(case, marks=[BACKENDS[case.split()[0]].mark, *[pytest.mark.thorough] * (case in THOROUGH)])
 
 
 def uneven(backend: Backend) -> list[str]:

@@ -60,13 +60,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def looped(
-    dtype: torch.dtype,
-    after: After = nothing,
-    before: Callable[[nn.Module], Any] | None = None,
-    *,
-    windows: int = 1,
+    dtype: torch.dtype, after: After = nothing, before: Callable[[nn.Module], Any] | None = None, *, windows: int = 1,
     **options: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The report on some windows of a loop."""
     model = HEAD.build().to(dtype).train()
     if before is not None:

@@ -76,7 +76,7 @@ def unnamed() -> dict[str, Any]:
 
 
 ENGINES = (
-    *("ddp", "fsdp1-launched", "fsdp2-launched", "fsdp2-bf16", "tensor-parallel"),
+    *("ddp", "fsdp1-launched", "fsdp2-launched", "tensor-parallel"),
     *("deepspeed-zero-2", "deepspeed-zero-3", "deepspeed-zero-2-offloaded"),
 )
 

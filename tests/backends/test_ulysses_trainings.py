@@ -4,8 +4,6 @@ by a loop, by a launched script.
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +23,7 @@ from hf_accum_fix import observations
 from tests.backends import sequence_parallel as cut
 from tests.backends.rows import DEEPSPEED, LAUNCHED_DEEPSPEED, Backend, zero
 from tests.backends.trajectory import furthest, gathered, variables, without_compiling
-from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
+from tests.numerics.parity import applied, recorder, relative, trainable, training_arguments
 from tests.ranks import on_ranks
 
 #: What is given to `cut.under_ulysses`.
@@ -156,26 +154,17 @@ def mixtral(_: nn.Module) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts, **router, **tokens))
 
 
-def sgd_with_router(
-    model: nn.Module, windows: Sequence[Sequence[dict[str, Tensor]]], _: float
-) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """The mean over all targets, and the router's loss of the global batch, in float64."""
-    exact = copy.deepcopy(model).double()
-    start, losses = trainable(exact), []
-    for rows in windows:
-        exact.zero_grad()
-        total, targets, every = torch.zeros(()), 0, []
-        for at in range(0, len(rows), ROWS):
-            batch = cut.stacked(rows[at : at + ROWS])
-            out = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-            labels, logits = batch["labels"][:, 1:].flatten(), out.logits[:, :-1].flatten(0, 1)
-            total, targets = total + cross_entropy(logits, labels, reduction="sum"), targets + int((labels >= 0).sum())
-            every.append(out.router_logits)
-        routing = tuple(map(torch.cat, zip(*every, strict=True)))
-        loss = total / targets + WEIGHT * load_balancing_loss_func(routing, EXPERTS, CHOSEN)
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(float(loss.detach()))
-        with torch.no_grad():
-            for parameter in (each for each in exact.parameters() if each.grad is not None):
-                parameter -= cut.RATE * parameter.grad
-    return moved(exact, start), losses, [math.nan] * len(losses)
+def with_router(model: nn.Module, rows: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The mean over all targets, and the router's loss of the global batch."""
+    total, targets, every = torch.zeros(()), 0, []
+    for at in range(0, len(rows), ROWS):
+        batch = cut.stacked(rows[at : at + ROWS])
+        out = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+        labels, logits = batch["labels"][:, 1:].flatten(), out.logits[:, :-1].flatten(0, 1)
+        total, targets = total + cross_entropy(logits, labels, reduction="sum"), targets + int((labels >= 0).sum())
+        every.append(out.router_logits)
+    routing = tuple(map(torch.cat, zip(*every, strict=True)))
+    return total / targets + WEIGHT * load_balancing_loss_func(routing, EXPERTS, CHOSEN)
+
+
+sgd_with_router = cut.along(with_router)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -168,18 +169,9 @@ def items_of(head: Head, samples: Sequence[Sample]) -> int:
 
 
 def train(
-    head: Head,
-    backend: Backend,
-    split: tuple[int, int],
-    path: str,
-    max_norm: float,
-    output: Path,
-    *,
-    stream: bool = False,
-    trainer_class: type | None = None,
-    device: str = "cpu",
-    **options: Any,
-) -> Trajectory:
+    head: Head, backend: Backend, split: tuple[int, int], path: str, max_norm: float, output: Path, *,
+    stream: bool = False, trainer_class: type | None = None, device: str = "cpu", **options: Any,
+) -> Trajectory:  # fmt: skip
     """The same by the Trainer on this backend.
 
     Args:
@@ -194,27 +186,17 @@ def train(
     if stream:
         # A dispatching loader would have to concatenate ragged samples.
         given |= {"max_steps": len(WINDOWS), "accelerator_config": {"dispatch_batches": False}}
+    data = Stream(samples_of(head)) if stream else samples_of(head)
+    arguments = partial(training_arguments, output, per_device, accumulate, **given)
+    make = partial(trainer_class or recorder(path), train_dataset=data, data_collator=head.batch)
     with applied(path, **options):
-        return trained_on(
-            backend,
-            lambda: built(head, backend),
-            partial(training_arguments, output, per_device, accumulate, **given),
-            partial(
-                trainer_class or recorder(path),
-                train_dataset=Stream(samples_of(head)) if stream else samples_of(head),
-                data_collator=head.batch,
-            ),
-            device,
-        )
+        return trained_on(backend, lambda: built(head, backend), arguments, make, device)
 
 
 def trained_on(
-    backend: Backend,
-    build: Callable[[], nn.Module],
-    arguments: Callable[..., Any],
-    make: Callable[..., Any],
+    backend: Backend, build: Callable[[], nn.Module], arguments: Callable[..., Any], make: Callable[..., Any],
     device: str = "cpu",
-) -> Trajectory:
+) -> Trajectory:  # fmt: skip
     """Train on a backend what ``build`` makes; ``arguments`` and ``make`` lack the backend's, the model and them."""
     # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
     unset_hf_deepspeed_config()
@@ -228,9 +210,7 @@ def trained_on(
         where = {"ddp_backend": dist.get_backend(), "use_cpu": device == "cpu"}
         args = arguments(**where, **copy.deepcopy(dict(backend.arguments)))
         if backend.wrapped in (FSDP1, FSDP2, TENSOR_PARALLEL):
-            # accelerate shards on devices alone; from here on it is its own code, on the CPU.
-            args.device  # noqa: B018 - it is set up when it is asked for
-            PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device(device))
+            sharding_on(args, device)
         trainer = make(model=model, args=args)
         if backend.prepare is not None:
             backend.prepare(trainer)
@@ -245,6 +225,20 @@ def trained_on(
         [float(entry["loss"]) for entry in logged],
         [float(entry["grad_norm"]) for entry in logged] if backend.reports_norm else [],
     )
+
+
+def sharding_on(args: Any = None, device: str = "cpu") -> None:
+    """Let accelerate shard, which it does on devices alone; from here on it is its own code, on the CPU."""
+    if args is not None:
+        args.device  # noqa: B018 - it is set up when it is asked for
+    PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device(device))
+
+
+def fresh_state() -> None:
+    """Of accelerate, on CPU ranks; it keeps the last for the whole process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    PartialState(cpu=True, backend="gloo")
 
 
 def gathered(model: nn.Module, backend: Backend) -> dict[str, Tensor]:

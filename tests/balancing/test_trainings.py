@@ -34,7 +34,7 @@ EVERYDAY = ("llama", "bert-mlm", "bert-classes", "uses-int", "wav2vec2-ctc-sum",
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in KINDS]
+    "name", [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.thorough) for name in KINDS]
 )
 def test_every_kind_of_loss_takes_the_full_batch_step(name: str, tmp_path: Path) -> None:
     head = HEADS[name]
@@ -81,7 +81,7 @@ def test_off_by_default_and_what_is_given_is_checked() -> None:
     [
         {"stream": True},
         *(
-            pytest.param(each, marks=pytest.mark.slow)
+            pytest.param(each, marks=pytest.mark.thorough)
             for each in ({}, {"dataloader_drop_last": True}, {"dataloader_num_workers": 2})
         ),
     ],
@@ -99,7 +99,9 @@ def test_the_trajectory_is_that_of_the_windows_as_they_come(head: str, more: dic
         assert sum(rows * width for rows, width in found.shapes) < sum(a * b for a, b in as_they_come.shapes)
 
 
-@pytest.mark.parametrize("saved", [pytest.param(4, marks=pytest.mark.slow), 5, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "saved", [pytest.param(4, marks=pytest.mark.thorough), 5, pytest.param(7, marks=pytest.mark.thorough)]
+)
 def test_cut_and_resumed_it_is_the_same_trajectory(saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in the second epoch and in the third, counted from one, and before a short last window."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 
 import hf_accum_fix
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import AccumFixError
+from tests.backends.trajectory import sharding_on
 from tests.balancing.trainings import BALANCE, Run, dealt, train
 from tests.numerics.heads import HEADS, before
 from tests.numerics.parity import pass_over_imports, reference_step, take_step
@@ -77,13 +76,7 @@ def resumed(folder: Path, saved: int, **more: Any) -> dict[str, Any]:
 
 def sharded(folder: Path) -> dict[str, Any]:
     """Under FSDP2, whose ranks wait for one another in every micro-batch."""
-
-    def on_the_cpu(args: Any) -> None:
-        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
-        args.device  # noqa: B018 - it is set up when it is asked for
-        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
-
-    more: dict[str, Any] = {"head": "llama", "world_size": 2, "ddp_backend": "gloo", "prepare": on_the_cpu}
+    more: dict[str, Any] = {"head": "llama", "world_size": 2, "ddp_backend": "gloo", "prepare": sharding_on}
     more |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
     runs = []
     for balance in (False, True):
@@ -154,8 +147,16 @@ def rows(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return on_ranks(rows_of, selected(request), timeout=900)[0]
 
 
+#: In CI, beside whole trajectories: one of each way that a loss is reduced.
+SHOWN = ("llama", "bert-classes", "no-kwargs", "func-with-mean", "wav2vec2-ctc-sum", "mixtral")
+
+
 def of(*cases: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases)
+    rare = (case for case in HEADS_RUN if case not in SHOWN)
+    thorough = {*rare, "bert-mlm, split batches", "llama, drop last"}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in thorough)) for case in cases]
+    )
 
 
 @of(*HEADS_RUN)

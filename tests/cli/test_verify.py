@@ -60,7 +60,7 @@ def test_a_pipe_that_nobody_reads_changes_no_exit_code(splits: str, code: int, s
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP on this system")
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGHUP", marks=pytest.mark.thorough), "SIGTERM"])
 def test_a_signal_ends_the_script_as_well(name: str, tmp_path: Path) -> None:
     ticks = tmp_path / "ticks"
     slow = tmp_path / "slow.py"
@@ -127,7 +127,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["plain", "module", "spawn", "thread"])
+@pytest.mark.parametrize("how", ["plain", pytest.param("module", marks=pytest.mark.thorough), "spawn", "thread"])
 def test_no_line_after_train_is_run(how: str, tmp_path: Path) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     script = ["-m", "stubborn"] if how == "module" else [str(tmp_path / "stubborn.py")]

@@ -37,12 +37,10 @@ OF_NO_BATCH = LossContract(Reduction.MEAN, Items(("label",)))
 
 
 def every_case() -> Iterator[Any]:
-    """Every head by both ways; of those that stand for a class alone, one. The everyday tests run the first way."""
+    """Every head by both ways. The everyday tests run the first way; heads that stand for a class alone, a release."""
     for name, head in LOOPED.items():
         for way in OURS:
-            marks = [] if way == OURS[0] else [pytest.mark.slow]
-            if head.in_zoo:
-                marks = [pytest.mark.slow if way == OURS[0] else pytest.mark.thorough]
+            marks = pytest.mark.thorough if head.in_zoo else [] if way == OURS[0] else pytest.mark.slow
             yield pytest.param(name, way, marks=marks, id=f"{name}-{way}")
 
 

@@ -41,13 +41,6 @@ def test_a_swing_is_told_once_as_long_as_it_lasts(period: float) -> None:
     assert len(found) == 1 and 250 <= found[0] <= 330
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("size", [0.05, 0.3, 1.0])
-def test_noise_without_a_period_is_no_swing(size: float, correlation: float) -> None:
-    for seed in range(2):
-        assert told(LossOscillation(), falling(2000) * noise(2000, size, seed, correlation)) == []
-
-
 def test_a_run_that_learns_nothing_is_told_once() -> None:
     for seed in range(5):
         assert told(LossStall(), 2.0 * noise(2000, 0.1, seed)) == [300]

@@ -12,7 +12,6 @@ from torch import nn
 
 from hf_accum_fix.monitor import Alarm, Monitor, MonitorAlarmError, MonitorsCallback
 from hf_accum_fix.monitor.alarms import Alarms
-from tests.monitor.quadratic import Quadratic, closed_form, micro_batches
 from tests.monitor.side_by_side import OneOf, side_by_side
 from tests.monitor.test_callbacks import trainer
 
@@ -21,30 +20,6 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def test_one_line_a_step_and_one_a_log() -> None:
-    model, optimizer = network()
-    monitor = Monitor(model, optimizer)
-    for _ in range(10):
-        monitor.step(torch.tensor(2.0), items=3, norm=torch.tensor(0.5))
-    found = monitor.log()
-    assert found["loss"] == 2.0 and found["gradient_norm_median"] == 0.5 and found["memory_mib"] > 0
-    assert found["all_alarms"] == 0 and all(isinstance(value, float) for value in found.values())
-    assert not any(math.isnan(value) for value in found.values())
-
-
-def test_the_noise_scale_is_logged_where_it_is_asked_for() -> None:
-    model, draw = Quadratic(), torch.Generator().manual_seed(0)
-    monitor = Monitor(model, noise_scale_every=1)
-    for _ in range(100):
-        model.zero_grad()
-        for place, points in enumerate(micro_batches(draw, [30, 2, 8])):
-            (model(points) * len(points) / 40).backward()
-            (monitor.step if place == 2 else monitor.micro_batch)(1.0, len(points))
-    found = monitor.log()
-    assert found["noise_scale_items"] == pytest.approx(closed_form(), rel=3 * found["noise_scale_error"])
-    assert found["step_gain"] == pytest.approx(40 / (40 + found["noise_scale_items"]))
 
 
 class FlatParameter(nn.Parameter):

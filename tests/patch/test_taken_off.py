@@ -241,7 +241,7 @@ print(applying.report().state, type(vars(Trainer)["train"]).__name__, handle.act
     assert fresh(script, toy).stdout.split() == state
 
 
-@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("imported", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_code_that_is_not_of_its_metadata_is_judged_by_itself_and_reported(imported: bool, tmp_path: Path) -> None:
     """4.49.0's dist-info next to the installed code, as a copied environment or an editable install leaves it."""
     folder = tmp_path / "transformers-4.49.0.dist-info"

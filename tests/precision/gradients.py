@@ -119,16 +119,9 @@ def asking(accumulate_in: str) -> type:
 
 
 def by_trainer(
-    model: nn.Module,
-    rows: Sequence[dict[str, Any]],
-    steps: int,
-    accumulate_in: str,
-    folder: Path,
-    *,
-    ranks: int = 1,
-    trainer: type = StockRecorder,
-    **arguments: Any,
-) -> Keep:
+    model: nn.Module, rows: Sequence[dict[str, Any]], steps: int, accumulate_in: str, folder: Path, *, ranks: int = 1,
+    trainer: type = StockRecorder, **arguments: Any,
+) -> Keep:  # fmt: skip
     """By ``apply()``, or by the subclass where ``trainer`` is one; "stock" is the installed Trainer."""
     optimizer = Keep(model)
     scheduler = LambdaLR(optimizer, lambda _: 1.0)

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -26,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.backends.rows import by_tp_plan
-from tests.backends.trajectory import variables
+from tests.backends.trajectory import fresh_state, sharding_on, variables
 from tests.cli.processes import ROOT
 from tests.precision import gradients as of
 from tests.precision.gradients import CONTRACT, Bigram, Gradient, Keep, Sometimes, batch, error, left_on, llama
@@ -135,17 +133,14 @@ def rows_for(steps: Sequence[int]) -> list[dict[str, Any]]:
     return of.samples(max(128, 2 * max(steps)))
 
 
-class Plain:
+def plain(steps: int) -> Accelerator:
     """What the windows ask of an accelerator, for FSDP2 with ``no_sync`` as accelerate has it."""
-
-    def __init__(self, steps: int) -> None:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-        PartialState(cpu=True, backend="gloo")
-        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
-        with variables({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}):
-            self.live = Accelerator(gradient_accumulation_steps=steps)
-        assert self.live.is_fsdp2
+    fresh_state()
+    sharding_on()
+    with variables({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}):
+        live = Accelerator(gradient_accumulation_steps=steps)
+    assert live.is_fsdp2
+    return live
 
 
 def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tuple[Gradient, int]:
@@ -165,7 +160,7 @@ def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tup
     mine = rows if case == "tensor-parallel" else rows[dist.get_rank() :: 2]
     size = len(mine) // steps
     loader = [batch(mine[start : start + size]) for start in range(0, len(mine), size)]
-    live = Plain(steps).live if case.startswith("fsdp2") else None
+    live = plain(steps) if case.startswith("fsdp2") else None
     contract = CONTRACT if isinstance(model, Sometimes) else None
     windows = accumulation_windows(loader, live, steps=steps, accumulate_in=mode, contract=contract)
     for _ in range(1 if case in LONG else 2):
@@ -258,9 +253,16 @@ def fine(request: pytest.FixtureRequest) -> dict[str, Any]:
     return found(request, 512, True)
 
 
+#: In CI, one of each engine and way to reduce.
+SHOWN = ("ddp", "ddp-unused", "fsdp2", "fsdp1", "fsdp2-reduces-float32", "ddp-reduces-float32", "tensor-parallel")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [*ROUNDED, "fsdp2-reduces-float32"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(e, marks=[pytest.mark.thorough] * (e not in SHOWN)) for e in (*ROUNDED, "fsdp2-reduces-float32")],
+)
 def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[str, Any]) -> None:
     row = rows[case]
     assert "raised" not in row, row

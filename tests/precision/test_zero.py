@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator, DeepSpeedPlugin
 from torch import nn
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.backends.rows import zero
-from tests.backends.trajectory import unset_hf_deepspeed_config, without_compiling
+from tests.backends.trajectory import fresh_state, unset_hf_deepspeed_config, without_compiling
 from tests.precision.gradients import Bigram, Gradient, batch, error, llama, reference, samples
 from tests.precision.test_gradients import NOISE
 from tests.ranks import on_ranks
@@ -41,10 +40,8 @@ def step(
     """What one step of SGD, rate 1, takes off the float32 weights that DeepSpeed keeps."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     unset_hf_deepspeed_config()
-    PartialState(cpu=True, backend="gloo")
+    fresh_state()
     without_compiling()
     sizes = {"train_micro_batch_size_per_gpu": len(rows) // 2 // steps, "gradient_accumulation_steps": steps}
     config = {**zero(stage)["deepspeed"], **sizes, "gradient_clipping": 1e30, "bf16": {"enabled": True}, **TOLD[told]}

@@ -36,8 +36,11 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: Prints, and leaves nothing.
 WITHOUT_FOLDER = ("shuffled_labels",)
-#: They take minutes.
-LONG = ("coupled_cost", "router_loss_cost", "sample_shards", "window_speed")
+#: Before a release.
+LONG = (
+    *("convergence_monitor", "coupled_cost", "gradient_precision", "on_gpu", "router_loss", "router_loss_cost"),
+    *("sample_shards", "window_speed"),
+)
 #: Steps of a short run, and the alarm that it has to end with, by the fault.
 FAULTS = {
     "data": (400, "rank-loss-1"),

@@ -32,7 +32,8 @@ def run_tests_in(release: str, *words: str) -> str:
     return run_in(release, *pytest_, *words)
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("release", ("4.48.3", "4.49.0"))
 def test_llava_on_one_rank_and_two(release: str) -> None:
     """The same tests that run on the newest release: stock wrong first, then every cut exact."""
     tests = ["tests/numerics/test_parity.py", "tests/distributed/test_two_ranks.py"]
@@ -98,7 +99,8 @@ def test_steps_trajectories_and_resumption(release: str) -> None:
     run_tests_in(release, "-k", chosen, *ONE_RANK)
 
 
-@pytest.mark.parametrize("release", (*LATER, "5.4.0"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("release", ("4.46.1", "4.49.0", "5.4.0"))
 def test_two_ranks(release: str) -> None:
     run_tests_in(release, "tests/balancing/test_two_ranks.py")
 
@@ -115,11 +117,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "release", [pytest.param(each, marks=[pytest.mark.thorough] * (each != "5.4.0")) for each in FAMILIES]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("release", FAMILIES)
 def test_exact_is_the_full_batch(release: str) -> None:
     test = "tests/router/test_conventions.py::test_exact_is_the_full_batch_for_every_cut"
     cases = [f"{test}[{family}-4]" for family in FAMILIES[release]]
-    out = run_tests_in(release, *cases)
+    out = run_tests_in(release, "-m", "", *cases)
     assert f"{len(cases)} passed" in out

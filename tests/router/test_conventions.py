@@ -15,17 +15,17 @@ from tests.router import conventions
 from tests.router.conventions import COEFFICIENT, FAMILIES, LIBRARY, TWIN, InFloat64, auxiliary, flat, step, twin
 
 MIXTRAL = "Mixtral"
-#: The everyday tests run Mixtral in two sizes; of the other families this one is marked "zoo".
-OF_A_FAMILY = 4
+#: Families whose code is another's, and sizes of a micro-batch: before a release. The everyday tests run Mixtral.
+ALIKE = ("OLMoE", "GraniteMoE", "Qwen2-MoE")
 
 
 def every_cut() -> Iterator[Any]:
     """Every family and size of a micro-batch, as parameters."""
     for family in FAMILIES:
         for size in conventions.SIZES:
-            marks = [] if family == MIXTRAL and size in (4, 16) else [pytest.mark.slow]
-            if family != MIXTRAL and size != OF_A_FAMILY:
-                marks = [pytest.mark.thorough]
+            everyday = family == MIXTRAL and size in (4, 16)
+            slow = size == 4 if family not in (MIXTRAL, *ALIKE) else family == MIXTRAL and size == 1
+            marks = [] if everyday else [pytest.mark.slow if slow else pytest.mark.thorough]
             yield pytest.param(family, size, marks=marks, id=f"{family}-{size}")
 
 

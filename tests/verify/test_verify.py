@@ -84,16 +84,6 @@ def test_in_half_precision_the_floor_is_that_of_the_autocast(name: str, tmp_path
 
 
 @CURRENT
-@pytest.mark.parametrize("name", ["bert-mlm", "mixtral"])
-def test_the_streamed_reference_is_the_full_one(name: str, tmp_path: Path) -> None:
-    report = verify(trainer_of(name, tmp_path), splits=[(2, 4)], reference="streamed", with_apply=True)
-    assert report.reference.startswith("streamed")
-    assert report.verdict_of("apply()").kind is Kind.EXACT
-    error = result(report, "apply()", (2, 4)).error
-    assert error is not None and error < 1e-6
-
-
-@CURRENT
 def test_the_patch_that_is_on_is_what_is_judged(tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         patched = verify(trainer_of("bert-classes", tmp_path), splits=[1])
