@@ -279,7 +279,7 @@ class PatchHandle:
     def _wrapper(self, name: str, override: Callable[..., Any]) -> Wrapper:
         def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # A bound method or a foreign wrapper may hold ours after revert(): then call the original.
-            if not self.active:
+            if self._state != _State.APPLIED:
                 return wrapped(*args, **kwargs)
             if name == "train":
                 self._check_nothing_was_dropped()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.counting.items import Items, count_dtype, has_rows, sample_count
+from hf_accum_fix.counting.items import Items, as_weight, count_dtype, has_rows, sample_count
 from hf_accum_fix.data.duplicates import LastRound
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.options import Options, enabled
@@ -119,6 +119,6 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     assert contract is not None
     if contract.items is not None and (session.source.func is not None if custom is None else contract.by_number):
         times = session.world.data_ranks if contract.takes_world_size else 1
-        number = contract.as_number(contract.items.count(inputs, session.world.device)) * times
+        number = as_weight(contract.items.count(inputs, session.world.device), contract.dtype) * times
     with trainer.accelerator.autocast():
         return session.loss_in_training(model, inputs, number, **({} if custom is None else {"return_outputs": True}))

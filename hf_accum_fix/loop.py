@@ -38,7 +38,6 @@ from hf_accum_fix.engines.sample_shards import axis_size
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.options import options_from, shows_options
-from hf_accum_fix.reading.values import capture
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.weighing.weigh import Weighed
@@ -134,7 +133,7 @@ class AccumulationWindow:
         inputs = batch if host.coupled is None else host.coupled.inputs(batch)
         with host.around_forward(max(self._begun - 1, 0)):
             if contract.is_read:
-                with capture(host.bare(model), **contract.captures) as captured:
+                with host.capturing(contract, model) as captured:
                     loss, _ = host.forward(model, inputs, part.number if contract.hands_number else None)
                 weigh = partial(window.weigh, loss, batch, captured, batch)
                 found = host.contained("weighting the loss of a micro-batch", weigh, None)

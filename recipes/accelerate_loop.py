@@ -12,10 +12,8 @@ the split, and an epoch ends in a short window of half as many. Every cell start
     count       its recipe for language models: count the labels other than -100, hand the number to the model
     windows     hf_accum_fix.accumulation_windows
 
-The table compares the gradients of two windows of the first epoch, the first and the short one, with the float64
-gradient of their samples in one forward. ``accumulate`` averages the means of micro-batches, and divides the short
-window by the full G. ``count`` counts the label at position 0 of every text, which no causal model learns (llama), or
-passes its number to a head that ignores it (bert: G x W times the right gradient).
+The table compares the gradients of the first window and of the short one with the float64 gradient of their samples
+in one forward.
 
 The text is the Python reference that every Python carries in pydoc_data: a sample is a paragraph, a token a byte. The
 output folder gets results.jsonl (a line per cell), environment.json and curves.png. Bad input: exit code 2.
@@ -31,72 +29,43 @@ import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import shared
+from shared import IGNORED, Split
 
 if TYPE_CHECKING:
     import torch
 
-IGNORED, LONGEST, MASK, VOCABULARY = -100, 192, 256, 257
-
-
-class BadInputError(ValueError):
-    """The command line is invalid; the message has what was given and what is expected."""
-
-
-class Split(NamedTuple):
-    """One way to split the global batch."""
-
-    per_device: int
-    accumulation: int
-
-    def __str__(self) -> str:
-        return f"{self.per_device}x{self.accumulation}"
+LONGEST, MASK, VOCABULARY = 192, 256, 257
 
 
 # ---- 1. The options ---------------------------------------------------------------------------------------
 
 
-def read_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def read_options() -> argparse.Namespace:
+    parser = shared.Parser(__doc__, "accelerate_loop")
     add = parser.add_argument
     add("--head", choices=("llama", "bert"), default="llama", help="a causal model, or a masked one")
-    add("--modes", default=",".join(MODES), help="some of %(default)s")
-    add("--splits", help="such as 16x2,1x32; default: 16, 4 and 1 samples per device")
-    add("--total-batch", type=int, default=64, help="samples of one optimizer step, over all processes")
-    add("--windows", type=int, default=10, help="full windows of an epoch, before the short one")
-    add("--epochs", type=int, default=3)
-    add("--lr", type=float, default=3e-3, help="of AdamW")
-    add("--output", type=Path, default=Path("results") / "accelerate_loop")
-    options = parser.parse_args(argv)
-    options.world = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in ("total_batch", "windows", "epochs"):
-        if getattr(options, name) < 1:
-            raise BadInputError(f"got --{name.replace('_', '-')} {getattr(options, name)}; expected 1 or more")
-    options.modes = options.modes.split(",")
-    if unknown := set(options.modes) - set(MODES):
-        raise BadInputError(f"got modes {sorted(unknown)}; expected some of --modes {','.join(MODES)}")
-    share = options.total_batch // options.world
-    if options.splits is None:
-        splits = [Split(each, share // each) for each in (16, 4, 1) if share % each == 0]
-    else:
-        found = [re.fullmatch(r"(\d+)x(\d+)", part) for part in options.splits.split(",")]
-        if None in found:
-            raise BadInputError(f"got --splits '{options.splits}'; expected PxG, such as 16x2, with commas between")
-        splits = [Split(int(each[1]), int(each[2])) for each in found]
-    for split in splits:
+    add("--modes", type=shared.some_of(MODES), default=list(MODES), help=f"some of {','.join(MODES)}")
+    add("--splits", type=shared.splits_of, help="such as 16x2,1x32; default: 16, 4 and 1 samples per device")
+    add("--total-batch", type=shared.positive, default=64, help="samples of one optimizer step, over all processes")
+    add("--windows", type=shared.positive, default=10, help="full windows of an epoch, before the short one")
+    add("--epochs", type=shared.positive, default=3)
+    options = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    share = options.total_batch // world
+    options.splits = options.splits or [Split(each, share // each) for each in (16, 4, 1) if share % each == 0]
+    for split in options.splits:
         # The short window holds whole micro-batches of every rank, so that accelerate repeats no sample.
-        if split.per_device * split.accumulation * options.world != options.total_batch or split.accumulation % 2:
-            raise BadInputError(
-                f"split {split} does not make --total-batch {options.total_batch} on {options.world} "
-                "processes with an even number of micro-batches: give PxG with P x G x processes"
+        if split.per_device * split.accumulation * world != options.total_batch or split.accumulation % 2:
+            parser.error(
+                f"got split {split} on {world} processes; expected PxG with an even G and "
+                f"P x G x processes = --total-batch {options.total_batch}"
             )
-    options.splits = splits
     return options
 
 
@@ -121,7 +90,7 @@ def read_samples(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
             tokens, labels = tokens.masked_fill(hidden, MASK), tokens.masked_fill(~hidden, IGNORED)
         samples.append({"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)})
     if len(samples) < needed:
-        raise BadInputError(f"got a text of {len(samples)} paragraphs; expected {needed}; give fewer --windows")
+        raise SystemExit(f"got a text of {len(samples)} paragraphs; expected {needed}; give fewer --windows")
     return samples
 
 
@@ -137,14 +106,8 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
     import transformers as hf
 
     torch.manual_seed(0)
-    size = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": LONGEST,
-    }
+    size = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    size |= {"num_attention_heads": 4, "max_position_embeddings": LONGEST}
     if options.head == "bert":
         return hf.BertForMaskedLM(hf.BertConfig(**size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     return hf.LlamaForCausalLM(hf.LlamaConfig(**size, pad_token_id=0, bos_token_id=1, eos_token_id=2))
@@ -157,10 +120,7 @@ def gradient(model: torch.nn.Module) -> torch.Tensor:
 
 
 def full_batch(options: argparse.Namespace, model: torch.nn.Module, samples: list[Any]) -> tuple[float, torch.Tensor]:
-    """The reference, without a loop: loss and gradient of a window's samples at these weights, in float64.
-
-    loss = sum of -log p over all target bytes / number of target bytes
-    """
+    """The reference: mean loss over the target bytes of a window, and its gradient, in float64, without a loop."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -197,25 +157,21 @@ def by_accumulate(epochs: int, loader: Any, model: Any, optimizer: Any, accelera
 
 def by_count(epochs: int, loader: Any, model: Any, optimizer: Any, accelerator: Any) -> Iterator[float]:
     steps, ranks = accelerator.gradient_accumulation_steps, accelerator.num_processes
-    for window in itertools.chain.from_iterable(batched(loader, steps) for _ in range(epochs)):
-        number = accelerator.reduce(sum((batch["labels"] != IGNORED).sum() for batch in window), "sum").item()
-        losses = []
-        for place, batch in enumerate(window):
-            waiting = ranks > 1 and place < len(window) - 1
-            with model.no_sync() if waiting else contextlib.nullcontext():
-                # DDP averages over ranks and accelerate over micro-batches; the number divides by both already
-                loss = model(**batch, num_items_in_batch=number).loss * steps * ranks
-                accelerator.backward(loss)
-                losses.append(loss.detach())
-        yield float(accelerator.reduce(sum(losses), "mean")) / steps
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def batched(loader: Any, steps: int) -> Iterator[list[Any]]:
-    batches = iter(loader)
-    while window := list(itertools.islice(batches, steps)):
-        yield window
+    for _ in range(epochs):
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, steps)):
+            number = accelerator.reduce(sum((batch["labels"] != IGNORED).sum() for batch in window), "sum").item()
+            losses = []
+            for place, batch in enumerate(window):
+                waiting = ranks > 1 and place < len(window) - 1
+                with model.no_sync() if waiting else contextlib.nullcontext():
+                    # DDP averages over ranks and accelerate over micro-batches; the number divides by both already
+                    loss = model(**batch, num_items_in_batch=number).loss * steps * ranks
+                    accelerator.backward(loss)
+                    losses.append(loss.detach())
+            yield float(accelerator.reduce(sum(losses), "mean")) / steps
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def by_windows(epochs: int, loader: Any, model: Any, optimizer: Any, accelerator: Any) -> Iterator[float]:
@@ -231,25 +187,19 @@ def by_windows(epochs: int, loader: Any, model: Any, optimizer: Any, accelerator
         optimizer.zero_grad()
 
 
-MODES: dict[str, Callable[..., Iterator[float]]] = {
-    "accumulate": by_accumulate,
-    "count": by_count,
-    "windows": by_windows,
-}
+Loop = Callable[..., Iterator[float]]
+MODES: dict[str, Loop] = {"accumulate": by_accumulate, "count": by_count, "windows": by_windows}
 
 
 def run_cell(mode: str, split: Split, options: argparse.Namespace, samples: list[Any]) -> dict[str, Any]:
     """Trains one cell from the initial weights and returns its line of results.jsonl."""
     import torch
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
 
-    # accelerate keeps these for the whole process; the process group below stays
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=split.accumulation)
+    shared.forget_accelerator()
+    accelerator = Accelerator(cpu=shared.on_cpu(), gradient_accumulation_steps=split.accumulation)
     model = build_model(options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = torch.utils.data.DataLoader(samples, batch_size=split.per_device, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     started, losses, errors = time.perf_counter(), [], {}
@@ -264,137 +214,66 @@ def run_cell(mode: str, split: Split, options: argparse.Namespace, samples: list
                 "times": float(found @ right / (right @ right)),
                 "loss": loss / wanted,
             }
-    return {
-        "head": options.head,
-        "mode": mode,
-        "processes": accelerator.num_processes,
-        **split._asdict(),
-        "seconds": round(time.perf_counter() - started, 1),
-        "errors": errors,
-        "losses": losses,
-    }
+    row = {"head": options.head, "mode": mode, "processes": accelerator.num_processes, **split._asdict()}
+    return {**row, "seconds": round(time.perf_counter() - started, 1), "errors": errors, "losses": losses}
 
 
 # ---- 4. The results ---------------------------------------------------------------------------------------
 
 
 def show_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(
-        title=f"{options.head}, total batch {options.total_batch}, an epoch of {options.windows} windows and "
-        f"a short one; accelerate {importlib.metadata.version('accelerate')}"
-    )
-    for heading in (
-        "loop",
-        "processes",
-        "per device",
-        "accumulation",
-        "first window: gradient off by",
-        "times",
-        "short window: gradient off by",
-        "times",
-        f"loss at step {len(rows[0]['losses'])}",
-    ):
-        table.add_column(heading, justify="right")
-    for mode in options.modes:
-        table.add_section()
-        for row in (each for each in rows if each["mode"] == mode):
-            shown = [row["processes"], row["per_device"], row["accumulation"]]
-            for error in row["errors"].values():
-                shown += [f"{error['gradient']:.1e}", f"{error['times']:.4g}"]
-            table.add_row(mode, *map(str, shown), f"{row['losses'][-1]:.4f}")
-    console.print(table)
+    print(f"{options.head}, total batch {options.total_batch}, an epoch of {options.windows} windows and a short one; "
+          f"accelerate {importlib.metadata.version('accelerate')}\n")  # fmt: skip
+    head = ["loop", "processes", "split", "first window: gradient off by", "times", "short window: off by", "times"]
+    lines = []
+    for row in rows:
+        errors = [f"{error[name]:{form}}" for error in row["errors"].values()
+                  for name, form in (("gradient", ".1e"), ("times", ".4g"))]  # fmt: skip
+        split = Split(row["per_device"], row["accumulation"])
+        lines.append([row["mode"], row["processes"], split, *errors, f"{row['losses'][-1]:.4f}"])
+    print(shared.markdown([*head, f"loss at step {len(rows[0]['losses'])}"], lines))
     for mode in options.modes:
         mine = [row["losses"] for row in rows if row["mode"] == mode]
         apart = max(max(step) / min(step) - 1 for step in zip(*mine, strict=True))
-        console.print(f"{mode}: the losses of the splits are up to {apart:.1e} apart", highlight=False)
+        print(f"{mode}: the losses of the splits are up to {apart:.1e} apart")
 
 
-def draw_curves(rows: list[dict[str, Any]], options: argparse.Namespace, path: Path) -> None:
+def draw_curves(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Draws the logged loss over optimizer steps: one panel per loop, one line per split."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    modes = options.modes
-    figure, panels = pyplot.subplots(
-        1, len(modes), figsize=(3.2 * len(modes) + 0.6, 4), sharey=True, squeeze=False, layout="constrained"
-    )
-    for panel, mode in zip(panels[0], modes, strict=True):
+    figure, panels = shared.figure_of(1, len(options.modes), (3.2 * len(options.modes) + 0.6, 4), sharey=True)
+    for panel, mode in zip(panels[0], options.modes, strict=True):
         for place, row in enumerate(each for each in rows if each["mode"] == mode):
             label = f"{row['processes']} x {row['per_device']} x {row['accumulation']}"
             # each line thinner than the one before, so that lines that coincide all show
             panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, linewidth=3.6 / (place + 1))
-        panel.set(title=mode, xlabel="optimizer step", yscale="log")
-        panel.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
-        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_locator(ticker.NullLocator())
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="0.92")
-        panel.set_axisbelow(True)
+        shared.tidy(panel, steps=True, title=mode, xlabel="optimizer step", yscale="log")
     panels[0][0].set_ylabel("logged loss")
     lines, labels = panels[0][0].get_legend_handles_labels()
     title = "processes x samples per device x micro-batches of a step"
     figure.legend(lines, labels, title=title, loc="outside lower center", ncols=len(lines), frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(options.output / "curves.png", dpi=150)
 
 
-def environment(options: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    names = ("transformers", "accelerate", "torch", "hf-accum-fix")
-    versions = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "versions": versions,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "arguments": {name: str(value) for name, value in vars(options).items()},
-    }
-
-
-def main(argv: list[str] | None = None) -> int:
-    first = os.environ.get("RANK", "0") == "0"
-    try:
-        options = read_options(argv)
-        samples = read_samples(options)
-        options.output.mkdir(parents=True, exist_ok=True)
-    except (BadInputError, OSError) as error:
-        if first:
-            sys.stderr.write(f"accelerate_loop: {error}\n")
-        return 2
+def main() -> None:
+    options = read_options()
+    samples = read_samples(options)
+    options.output.mkdir(parents=True, exist_ok=True)
     import transformers
 
     transformers.logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
-    if first:
-        (options.output / "environment.json").write_text(json.dumps(environment(options), indent=1))
+    if shared.first_rank():
+        (options.output / "environment.json").write_text(json.dumps(shared.environment(options), indent=1))
         (options.output / "results.jsonl").write_text("")
     for mode, split in itertools.product(options.modes, options.splits):
         rows.append(run_cell(mode, split, options, samples))
-        if first:
-            with (options.output / "results.jsonl").open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-    if first:
-        draw_curves(rows, options, options.output / "curves.png")
+        if shared.first_rank():
+            shared.add_line(options.output / "results.jsonl", rows[-1])
+    if shared.first_rank():
+        draw_curves(rows, options)
         show_table(rows, options)
-    if options.world > 1:
-        import torch
-
-        torch.distributed.barrier()
-        # Do not destroy the process group: gloo's threads may still hold tensors, so that it could abort or hang.
-        sys.stdout.flush()
-        os._exit(0)
-    return 0
+    shared.end_ranks()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

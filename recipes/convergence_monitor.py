@@ -29,7 +29,6 @@ import argparse
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -37,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Answer a wrong option at once: import nothing heavy before the options are read.
+import shared
 
 STEPS, ACCUMULATION, BATCH, LOG_EVERY, ACCURACY_EVERY = 400, 2, 32, 10, 50
 LEARNING_RATE, MAX_NORM = 2e-3, 5.0
@@ -45,29 +44,22 @@ FAULTS = ("none", "data", "seed", "scale", "replica", "batch-norm", "leak", "spi
 LEAK = 400 * 1024
 
 
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="DDP training with every monitor on, and one planted fault.")
+def main() -> None:
+    parser = shared.Parser(__doc__, "convergence_monitor")
     parser.add_argument("--fault", choices=FAULTS, default="none")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--output", type=Path, default=Path("results/convergence_monitor"))
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the data")
+    parser.add_argument("--steps", type=shared.positive, default=STEPS)
     parser.add_argument("--processes", type=int, default=2, help="ranks, unless torchrun or accelerate sets them")
     parser.add_argument("--audit", action="store_true", help="simulate healthy and faulty runs, and train nothing")
     parser.add_argument("--quick", action="store_true", help="of --audit: a few logs, which show that it runs")
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = read_options()
+    options = parser.parse_args()
     if options.audit:
         from monitor_audit import audit
 
-        for line in audit(options.output, quick=options.quick):
-            print(line, flush=True)
-        return 0
+        for table in audit(options.output, quick=options.quick):
+            print(table, flush=True)
+        return
     if "RANK" not in os.environ:
-        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
-        os.execv(sys.executable, [sys.executable, *ranks, __file__, *sys.argv[1:]])
+        shared.start_ranks(options.processes)
     import torch
     import torch.distributed as dist
 
@@ -76,13 +68,8 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo")
     torch.set_num_threads(1)
-    device = torch.device("cuda" if gpu else "cpu")
-    train(options, device)
-    dist.barrier()
-    # Do not destroy the process group: gloo's threads may still hold tensors, so that it could abort or hang.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    train(options, torch.device("cuda" if gpu else "cpu"))
+    shared.end_ranks()
 
 
 def train(options: argparse.Namespace, device: Any) -> None:
@@ -97,7 +84,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
     rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
     fault = options.fault if last or options.fault in ("seed", "batch-norm", "spike") else "none"
     start_log(options.output, rank)
-    torch.manual_seed(options.seed)
+    torch.manual_seed(0)
     network = digit_network(nn.BatchNorm2d if fault == "batch-norm" else partial(nn.GroupNorm, 4)).to(device)
     model = DistributedDataParallel(network, find_unused_parameters=fault == "batch-norm")
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
@@ -107,7 +94,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
     monitor = Monitor(
         model, optimizer, max_norm=MAX_NORM, per_device_batch=BATCH, accumulation_steps=ACCUMULATION, classes=10
     )
-    micro_batches, held_out = digits(device, rank, dist.get_world_size(), same=fault == "seed", seed=1 + options.seed)
+    micro_batches, held_out = digits(device, rank, dist.get_world_size(), same=fault == "seed", seed=1)
     kept, rows = [], []
     for step in range(1, options.steps + 1):
         half_time = step == options.steps // 2
@@ -219,27 +206,16 @@ def accuracy(network: Any, held_out: tuple[Any, Any]) -> float:
 
 def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
     """Both curves: the last micro-batch before each log, and every micro-batch with twice its standard error."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
     steps, means, errors = ([row[key] for row in rows] for key in ("step", "loss", "loss_standard_error"))
-    figure, panel = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    figure, ((panel,),) = shared.figure_of(1, 1, (8, 4))
     panel.plot(steps, [row["sampled_loss"] for row in rows], color="C1", label="last micro-batch, mean of the ranks")
     panel.plot(steps, means, color="C0", label="every micro-batch (LossMeter)")
     low, high = ([m + side * 2 * e for m, e in zip(means, errors, strict=True)] for side in (-1, 1))
     panel.fill_between(steps, low, high, color="C0", alpha=0.25, linewidth=0, label="twice its standard error")
-    panel.set(xlabel="optimizer step", ylabel="loss", yscale="log")
-    panel.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=(1, 2, 5, 10)))
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_formatter(ticker.NullFormatter())
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(color="0.92")
-    panel.set_axisbelow(True)
+    shared.tidy(panel, steps=True, xlabel="optimizer step", ylabel="loss", yscale="log")
     panel.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

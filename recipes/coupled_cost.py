@@ -14,23 +14,21 @@ float32, by micro-batches of 8 pairs:
     exact            accumulation_windows(coupled_loss="exact")
 
 Error: relative, of the encoder's gradient and of the temperature's, against "at once" in float64. Seconds: median of a
-window. Memory: by how much the process grew, at most; each way runs in a process of its own.
-
-The output folder gets results.json and table.md. Exit code 2: bad input.
+window. Memory: by how much the process grew, at most. The output folder gets results.json and table.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import shared
 import torch
 import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
@@ -186,21 +184,11 @@ def most_memory() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown, one row a way."""
-    yield "| way | encoder's gradient off | temperature's | seconds a window | memory [MiB] |"
-    yield "|---|---|---|---|---|"
-    for row in rows:
-        temperature = f"{row['temperature']:.1e}" if "temperature" in row else "fixed"
-        yield f"| {row['way']} | {row['encoder']:.1e} | {temperature} | {row['seconds']:.2f} | {row['MiB']:.0f} |"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = shared.Parser(__doc__, "coupled_cost")
     parser.add_argument("--pairs", type=int, default=128, help=f"of the batch, a multiple of {MICRO_BATCH}")
     parser.add_argument("--windows", type=int, default=5, help="times that each way runs it, two or more (default: 5)")
-    parser.add_argument("--output", type=Path, default=Path("results/coupled_cost"), help="folder for the results")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if options.pairs < 2 * MICRO_BATCH or options.pairs % MICRO_BATCH or options.windows < 2:
         parser.error(f"got --pairs {options.pairs} --windows {options.windows}; expected two micro-batches of 8, and 2")
     wanted, rows = reference(options.pairs), []
@@ -209,11 +197,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(pool.apply(measured, (way, options.pairs, options.windows, wanted)))
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-    table = "\n".join(lines(rows)) + "\n"
+    head = ("way", "encoder's gradient off", "temperature's", "seconds a window", "memory [MiB]")
+    fixed = [f"{row['temperature']:.1e}" if "temperature" in row else "fixed" for row in rows]
+    table = shared.markdown(head, [
+        (row["way"], f"{row['encoder']:.1e}", its, f"{row['seconds']:.2f}", f"{row['MiB']:.0f}")
+        for row, its in zip(rows, fixed, strict=True)
+    ])  # fmt: skip
     (options.output / "table.md").write_text(table)
     sys.stdout.write(table)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

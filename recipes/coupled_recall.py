@@ -18,26 +18,24 @@ The output folder gets results.jsonl (a line per evaluation), table.md and coupl
 
 from __future__ import annotations
 
-import argparse
 import ast
-import json
 import random
 import sys
 import sysconfig
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import shared
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import SequentialSampler
 from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import hf_accum_fix
 
@@ -107,11 +105,8 @@ def collate(rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
     return {name: pad_sequence([torch.tensor(each) for each in its], batch_first=True) for name, its in sides}
 
 
-class InOrder(Trainer):
-    """The samples in their order, so that every run has the same global batches."""
-
-    def _get_train_sampler(self, *args: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
+class InOrder(shared.InOrder, Trainer):
+    """Every run has the same global batches."""
 
 
 class Recall(TrainerCallback):
@@ -133,10 +128,9 @@ def train(
     """Recall by step, the model, and seconds."""
     model, recall, begun = DualEncoder(), Recall(held_out), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
+        args = shared.arguments(
             folder, per_device_train_batch_size=batch // g, gradient_accumulation_steps=g, max_steps=steps,
-            learning_rate=3e-3, lr_scheduler_type="constant", use_cpu=True, report_to="none", save_strategy="no",
-            logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, dataloader_pin_memory=False,
+            learning_rate=3e-3, lr_scheduler_type="constant", use_cpu=True,
         )  # fmt: skip
         trainer = InOrder(model=model, args=args, train_dataset=list(pairs), data_collator=collate, callbacks=[recall])
         if exact:
@@ -154,61 +148,41 @@ def off(model: nn.Module, reference: nn.Module) -> float:
 
 
 def draw(found: Mapping[str, list[tuple[int, float]]], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, ((panel,),) = shared.figure_of(1, 1, (7, 4))
     styles = {"G = 1": ("black", "-", 4.0), "stock": ("#c1440e", "--", 1.5), "exact": ("#3fa7d6", "-", 1.5)}
     for name, curve in found.items():
         color, line, width = styles[name.split(",")[0]]
-        marker = "o" if name.endswith("32") else None
-        axes.plot(
-            *zip(*curve, strict=True), line, color=color, linewidth=width, marker=marker, markersize=3, label=name
-        )
-    axes.set(xlabel="optimizer step", ylabel="recall at 1, held-out pairs", ylim=(0, None))
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+        dots = {"marker": "o" if name.endswith("32") else None, "markersize": 3}
+        panel.plot(*zip(*curve, strict=True), line, color=color, linewidth=width, label=name, **dots)
+    shared.tidy(panel, steps=True, xlabel="optimizer step", ylabel="recall at 1, held-out pairs", ylim=(0, None))
+    panel.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown, one row a run."""
-    yield "| run | recall at 1 | largest difference to G = 1 | parameters off | seconds |"
-    yield "|---|---|---|---|---|"
-    for row in rows:
-        yield f"| {row['run']} | {row['recall']:.3f} | {row['apart']:.3f} | {row['off']:.1e} | {row['seconds']:.0f} |"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = shared.Parser(__doc__, "coupled_recall", new=True)
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default: 120)")
     parser.add_argument("--batch", type=int, default=256, help="pairs of a global batch, a multiple of 32")
-    parser.add_argument("--output", type=Path, default=Path("results/coupled_recall"), help="folder for the results")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if options.steps < EVERY or options.batch < 64 or options.batch % 32:
         parser.error(f"got --steps {options.steps} --batch {options.batch}; expected {EVERY} steps, 64 pairs by 32s")
     pairs = [(trigrams(one), trigrams(other)) for one, other in functions()]
     random.Random(0).shuffle(pairs)
     held_out, rest = collate(pairs[:HELD_OUT]), pairs[HELD_OUT:]
-    found, rows, reference = dict[str, list[tuple[int, float]]](), list[dict[str, Any]](), None
+    found, rows, reference = dict[str, list[tuple[int, float]]](), list[Sequence[object]](), None
     for name, g, exact in tqdm(RUNS, unit="run"):
         found[name], model, seconds = train(rest, held_out, options.steps, options.batch, g, exact=exact)
         reference = reference or model
         apart = max(abs(a - b) for (_, a), (_, b) in zip(found[name], found["G = 1"], strict=True))
         last = found[name][-1][1]
-        rows.append({"run": name, "recall": last, "apart": apart, "off": off(model, reference), "seconds": seconds})
-    options.output.mkdir(parents=True, exist_ok=True)
-    every = ({"run": name, "step": step, "recall": value} for name, curve in found.items() for step, value in curve)
-    (options.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in every))
-    table = "\n".join(lines(rows)) + "\n"
+        rows.append((name, f"{last:.3f}", f"{apart:.3f}", f"{off(model, reference):.1e}", f"{seconds:.0f}"))
+        for step, value in found[name]:
+            shared.add_line(options.output / "results.jsonl", {"run": name, "step": step, "recall": value})
+    table = shared.markdown(("run", "recall at 1", "largest difference to G = 1", "parameters off", "seconds"), rows)
     (options.output / "table.md").write_text(table)
     draw(found, options.output / "coupled_recall.png")
     sys.stdout.write(f"{len(pairs):,} pairs\n{table}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

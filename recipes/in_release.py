@@ -60,9 +60,10 @@ class NotMadeError(SystemExit):
 
 
 def main(arguments: list[str]) -> int:
-    releases, dashes, command = _split(arguments)
-    releases = [re.sub(r"^newest\b", NEWEST, release) for release in releases]
-    if not dashes or not releases or not command or not all(map(RELEASE.fullmatch, releases)):
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    releases = [re.sub(r"^newest\b", NEWEST, release) for release in arguments[:at]]
+    command = arguments[at + 1 :]
+    if not releases or not command or not all(map(RELEASE.fullmatch, releases)):
         print("usage: python recipes/in_release.py RELEASE [RELEASE ...] -- COMMAND [ARGUMENT ...]", file=sys.stderr)
         return 2
     code = 0
@@ -175,13 +176,6 @@ def _minutes(seconds: float) -> str:
 
 def _site_packages(folder: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder), "platbase": str(folder)}))
-
-
-def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    if "--" not in arguments:
-        return arguments, False, []
-    at = arguments.index("--")
-    return arguments[:at], True, arguments[at + 1 :]
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ r"""The real `llamafactory-cli train`, stock and corrected: one global batch, ev
 Three cases, each a tiny model and 16 samples written to disk: a text model (`text`), a LLaVA (`llava`), and the text
 model under `use_asft_loss` (`asft`), a loss that LLaMA-Factory averages over micro-batches, so its answers are of one
 length. Every split P x G of the 16 samples takes one step of plain SGD. The whole batch in one micro-batch on one
-process is the reference, and every other split should log the same loss and gradient norm. The stock Trainer runs the
-first and the last split, `hf-accum-fix run` all of them: llamafactory-cli starts itself again through torchrun, and
-the patch reaches those processes too.
+process is the reference. The stock Trainer runs the first and the last split, `hf-accum-fix run` all of them.
 
-The output folder gets results.jsonl, a line per run as it ends; the table is printed. Exit code: 0 if every corrected
-split is within 1e-3 of the reference in loss and gradient norm; 1 if not; 2 for a wrong call.
+The output folder gets results.jsonl, a line per run. Exit code: 0 if every corrected split is within 1e-3 of the
+reference in loss and gradient norm; 1 if not; 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import in_release
+import shared
 
 RELEASE = "0.9.5"
 ENVIRONMENT = f"llamafactory-{RELEASE}"
@@ -37,61 +36,41 @@ TRANSFORMERS = "transformers==5.6.0"
 
 TOTAL = 16
 TOLERANCE = 1e-3
-PROCESSES = (1, 2)
 CASES: dict[str, dict[str, Any]] = {
     "text": {"model_name_or_path": "text", "dataset": "ragged", "template": "default"},
     "llava": {"model_name_or_path": "llava", "dataset": "pictures", "template": "llava"},
     "asft": {"model_name_or_path": "text", "dataset": "even", "template": "default", "use_asft_loss": True},
 }
 #: One step of plain SGD, nothing clipped, nothing shuffled.
-TRAINING = {
-    "stage": "sft",
-    "do_train": True,
-    "finetuning_type": "full",
-    "cutoff_len": 1024,
-    "preprocessing_num_workers": 1,
-    "overwrite_cache": True,
-    "max_steps": 1,
-    "learning_rate": 0.1,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 1e30,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_shuffling": True,
-    "use_cpu": True,
-    "disable_gradient_checkpointing": True,
-}
+TRAINING = {"stage": "sft", "do_train": True, "finetuning_type": "full", "cutoff_len": 1024, "max_steps": 1}
+TRAINING |= {"learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 1e30}
+TRAINING |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+TRAINING |= {"disable_shuffling": True, "disable_gradient_checkpointing": True, "overwrite_cache": True}
+TRAINING |= {"preprocessing_num_workers": 1}
 #: LLaVA under LLaMA-Factory on two ranks requires this, stock or not, besides disabled checkpointing.
 TWO_RANKS = {"ddp_backend": "gloo", "ddp_find_unused_parameters": True}
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
-    parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="comma-separated, of: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("results") / "llama_factory")
+    parser = shared.Parser(__doc__, "llama_factory", new=True)
+    parser.add_argument("--cases", type=shared.some_of(CASES), default=list(CASES), help=f"some of {','.join(CASES)}")
+    parser.add_argument("--processes", type=shared.some_of("12"), default=["1", "2"], help="1, 2 or 1,2")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.write is not None:
-        write_inputs(options.write)
+        write_models(options.write)
+        write_data(options.write)
         return 0
-    cases, processes = options.cases.split(","), options.processes.split(",")
-    if not set(cases) <= CASES.keys() or not set(processes) <= set(map(str, PROCESSES)):
-        parser.error(f"expected --cases from {', '.join(CASES)} and --processes from {', '.join(map(str, PROCESSES))}")
     install = [f"llamafactory=={RELEASE}", TRANSFORMERS, "-e", str(in_release.ROOT)]
     python = in_release.made(ENVIRONMENT, TORCH, install) / in_release.BIN / "python"
-    options.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name, (options.output / "results.jsonl").open("w") as file:
+    with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         quiet = {**os.environ, "TQDM_DISABLE": "1"}
         subprocess.run([python, __file__, "--write", work], check=True, env=quiet)
         rows = []
-        for row in runs(work, python, cases, list(map(int, processes))):
+        for row in runs(work, python, options.cases, list(map(int, options.processes))):
             rows.append(row)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+            shared.add_line(options.output / "results.jsonl", row)
             print(words(row), flush=True)
     return int(any(row["mode"] == "corrected" and max(row["off"].values()) > TOLERANCE for row in rows))
 
@@ -158,12 +137,6 @@ def words(row: dict[str, Any]) -> str:
 # --- what is trained, written by the environment's own transformers -------------------------------------------------
 
 
-def write_inputs(folder: Path) -> None:
-    """Two models with their tokenizers, and three data sets."""
-    write_models(folder)
-    write_data(folder)
-
-
 def write_models(folder: Path) -> None:
     import torch
     import transformers as hf
@@ -178,39 +151,20 @@ def write_models(folder: Path) -> None:
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=core, **names, additional_special_tokens=["<image>"])
     # Spread the logits, so that losses differ from token to token as in a trained model.
-    language = hf.LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    vision = hf.CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-    )
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
+    text = {"vocab_size": len(vocabulary), "max_position_embeddings": 1024}
+    language = hf.LlamaConfig(**small, **marks, **text, hidden_size=32, intermediate_size=48)
+    vision = hf.CLIPVisionConfig(**small, hidden_size=16, intermediate_size=24, image_size=16, patch_size=8)
     torch.manual_seed(0)
     hf.LlamaForCausalLM(language).save_pretrained(folder / "text")
     tokenizer.save_pretrained(folder / "text")
     config = hf.LlavaConfig(vision_config=vision, text_config=language, image_token_index=vocabulary["<image>"])
     hf.LlavaForConditionalGeneration(config).save_pretrained(folder / "llava")
     pictures = hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    hf.LlavaProcessor(
-        image_processor=pictures,
-        tokenizer=tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder / "llava")
+    places = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = hf.LlavaProcessor(image_processor=pictures, tokenizer=tokenizer, patch_size=8, **places)
+    processor.save_pretrained(folder / "llava")
 
 
 def write_data(folder: Path) -> None:

@@ -4,12 +4,11 @@ r"""One global batch, several splits: the LLaVA-1.5 loss table of LLaMA-Factory 
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py                # 20 steps, 2 minutes on 2 cores
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py --steps 100    # the published length
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py --head bert    # a head wrong on 5.23.0
-    accelerate launch --num_processes 4 recipes/llava_sweep.py                      # the same on 4 GPUs
     python recipes/llava_sweep.py --splits 16x8,1x128 --modes stock,apply           # one process
 
 A split PxG is P samples per device and G micro-batches per optimizer step. The samples of a step are the same
 for every split, so its loss and gradient should be too: the mean over the target tokens of the whole step.
-Every split runs in every mode, from the same weights, over the same samples, with the same optimizer (AdamW):
+Every split runs in every mode, from the same weights, over the same samples, with AdamW:
 
     stock    the installed transformers.Trainer
     hotfix   LLaMA-Factory's: model_accepts_loss_kwargs = False, so that the Trainer divides by G
@@ -19,18 +18,12 @@ Every split runs in every mode, from the same weights, over the same samples, wi
 
 The sweep shows two errors. transformers 4.49.0 adds up the means of the G micro-batches: loss and gradient come out
 G times too large. Dividing by G leaves the mean of the micro-batch means, where a one-word answer alone in its
-micro-batch counts as much as a long one: a rest that depends on the per-device batch (published: 138/32 = 4.31
-with one sample, 6.4/2 = 3.20 with sixteen).
+micro-batch counts as much as a long one. For this rest to show, the loss of a token must depend on the length of its
+answer, as it does where training starts from a language model that has read text. So the small model first reads the
+long answers as plain text, for WARM_UP_STEPS steps, chosen so that the rest is about as large as the published one.
 
-For the rest to show, the loss of a token must depend on the length of its answer, as it does where training
-starts from a language model that has read text. A random model pays ln V for every token. So the small model
-first reads the long answers as plain text, without pictures, for WARM_UP_STEPS steps, chosen so that the rest is
-about as large as the published one: sentences become cheap, one-word answers stay dear. These weights are made
-once, kept as `initial_model` in the output folder, and every cell starts from them.
-
-The pictures are scikit-learn's digits, and the conversations are written from their pixels; the model is a small
-LlavaForConditionalGeneration, built here. The output folder gets results.jsonl (a line per cell: loss and gradient
-norm of every step, not rounded), environment.json and curves.png. Bad input: exit code 2.
+The pictures are scikit-learn's digits, and the conversations are written from their pixels. The output folder gets
+results.jsonl (a line per cell: loss and gradient norm of every step, not rounded), environment.json and curves.png.
 
 Source: https://github.com/hiyouga/LLaMA-Factory/issues/7443 (the table), pull request 7448 (the hotfix).
 """
@@ -45,14 +38,15 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import re
-import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
+
+import shared
+from shared import IGNORED, Split
 
 if TYPE_CHECKING:  # answer a wrong option at once: import nothing heavy before the options are read
     import torch
@@ -68,87 +62,50 @@ PUBLISHED = {
     (8, 1, 16): (69, 16.5),
 }
 PUBLISHED_ON = "4.49.0"
-PANELS = {  # titles of the picture's panels
-    "stock": "the installed Trainer",
-    "hotfix": "LLaMA-Factory's",
-    "apply": "hf_accum_fix.apply()",
-    "trainer": "GlobalBatchTrainer",
-    "balanced": "apply(balance_windows=True)",
-}
 COLOURS = ("#56B4E9", "#E69F00", "#7A0177", "#009E73")  # distinct for the colour-blind, too
-OTHER_PER_DEVICE = (16, 8, 1)  # where no published split fits
-EXTRAS = ("datasets", "matplotlib", "peft", "PIL", "rich", "sklearn")  # import names of the extra "recipes"
+EXTRAS = ("datasets", "matplotlib", "peft", "PIL", "sklearn")  # import names of the extra "recipes"
 
 WARM_UP_STEPS = 12
 IMAGE_SIZE, PATCH_SIZE = 32, 8  # [pixels]; 4 x 4 patches, 16 image tokens
-IGNORED = -100
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 # ---- 1. The options ---------------------------------------------------------------------------------------
 
 
-class BadInputError(ValueError):
-    """The command line or the data are invalid; the message has what was given and what is expected."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Raise where argparse would print its usage on every rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInputError(message)
-
-
-class Split(NamedTuple):
-    """One way to split the global batch."""
-
-    per_device: int
-    accumulation: int
-
-    def __str__(self) -> str:
-        return f"{self.per_device}x{self.accumulation}"
-
-
-def read_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Split one global batch in several ways; compare stock and corrected training.")
+def read_options() -> argparse.Namespace:
+    parser = shared.Parser(__doc__, "llava_sweep", new=True)
     add = parser.add_argument
-    add("--steps", type=int, default=20, help="optimizer steps of a cell (published: 100)")
-    add("--total-batch", type=int, default=128, help="samples of one optimizer step, over all processes")
-    add("--modes", default=",".join(MODES), help=f"some of {','.join(OFFERED)}; default: the first four")
-    add("--splits", help="such as 16x2,1x32; default: the published ones that fit the number of processes")
+    add("--steps", type=shared.positive, default=20, help="optimizer steps of a cell (published: 100)")
+    add("--total-batch", type=shared.positive, default=128, help="samples of one optimizer step, over all processes")
+    add("--modes", type=shared.some_of(OFFERED), default=list(MODES), help=f"some of {','.join(OFFERED)}")
+    add("--splits", type=shared.splits_of, help="such as 16x2,1x32; default: the published ones that fit")
     add("--head", choices=("llava", "bert"), default="llava", help="bert reads digits as 64 words")
-    add(
-        "--dtype",
-        choices=("float32", "float64", "bfloat16"),
-        default="float32",
-        help="bfloat16 is mixed precision: the weights stay float32",
-    )
-    add("--lr", type=float, default=1e-3, help="constant learning rate of AdamW")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 is mixed precision")
     add("--seed", type=int, default=0, help="of the weights and of the order of the samples")
-    add("--output", type=Path, default=Path("results/llava_sweep"), help="folder for the results")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
-        raise BadInputError(
+        parser.error(
             f"got no {', '.join(missing)}; expected the packages of the extra 'recipes'; do "
             'pip install "hf-accum-fix[recipes]", or pip install ".[recipes]" in a clone'
         )
-    options.world = processes_asked_for()
-    for name in ("steps", "total_batch", "lr"):
-        if not getattr(options, name) > 0:
-            raise BadInputError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give more than zero")
-    options.modes = list(dict.fromkeys(options.modes.split(",")))
-    for mode in options.modes:
-        if mode not in OFFERED:
-            raise BadInputError(f"unknown mode '{mode}': --modes takes some of {','.join(OFFERED)}")
-    options.splits = choose_splits(options.splits, options.total_batch, options.world)
+    options.world = processes_asked_for(parser)
+    share, rest = divmod(options.total_batch, options.world)
+    fits = [Split(p, g) for gpus, p, g in PUBLISHED if gpus == options.world and p * g == share]
+    fits = fits or [Split(p, share // p) for p in (16, 8, 1) if share % p == 0]
+    options.splits = options.splits or fits
+    if rest or any(split.per_device * split.accumulation != share for split in options.splits):
+        parser.error(
+            f"got splits {', '.join(map(str, options.splits))} on {options.world} processes; "
+            f"expected PxG with P x G x processes = --total-batch {options.total_batch}"
+        )
     return options
 
 
-def processes_asked_for() -> int:
+def processes_asked_for(parser: shared.Parser) -> int:
     """The number of processes of this run, this one included.
 
-    `accelerate launch --cpu --num_processes N` starts one process that does not know N, so read N from the launcher's
-    command line; `main` then starts the N processes.
-
-    Source: https://github.com/huggingface/accelerate/issues/2741
+    `accelerate launch --cpu --num_processes N` starts one, which does not know N: read it from the launcher's command
+    line; `main` then starts them all. Source: https://github.com/huggingface/accelerate/issues/2741
     """
     if "WORLD_SIZE" in os.environ or os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true":
         return int(os.environ.get("WORLD_SIZE", "1"))
@@ -157,45 +114,8 @@ def processes_asked_for() -> int:
     launcher = psutil.Process().parent()
     found = re.search(r"--num[_-]processes[ =](\d+)", " ".join(launcher.cmdline()) if launcher else "")
     if found is None and "MASTER_PORT" in os.environ:  # which accelerate sets for more than one process
-        raise BadInputError(
-            "accelerate launch --cpu reads its number of processes from a file: give it as "
-            "--num_processes N, or start by torchrun --nproc_per_node N"
-        )
+        parser.error("got a number of processes from accelerate's file; expected --num_processes N, or torchrun")
     return int(found[1]) if found else 1
-
-
-def choose_splits(text: str | None, total: int, world: int) -> list[Split]:
-    """The splits requested, else the published ones of this world size, else sensible ones."""
-    if total % world:
-        raise BadInputError(f"--total-batch {total} does not divide by {world} processes: give a multiple")
-    share = total // world
-    if text is None:
-        fits = [Split(p, g) for gpus, p, g in PUBLISHED if gpus == world and p * g == share]
-        return fits or [Split(p, share // p) for p in OTHER_PER_DEVICE if share % p == 0]
-    splits = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)x(\d+)", part)
-        if found is None:
-            raise BadInputError(f"--splits has '{part}': give PxG, such as 16x2, with commas between")
-        splits.append(Split(int(found[1]), int(found[2])))
-        if splits[-1].per_device * splits[-1].accumulation != share:
-            raise BadInputError(
-                f"split {part} does not make --total-batch {total} on {world} processes: give PxG with P x G = {share}"
-            )
-    return list(dict.fromkeys(splits))
-
-
-def check_output(options: argparse.Namespace) -> None:
-    """Refuse a folder that can't be written, and one with results of another run."""
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-        probe = options.output / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise BadInputError(f"the output folder {options.output} can't be written: {error.strerror}") from error
-    if (options.output / "results.jsonl").exists():
-        raise BadInputError(f"{options.output} holds results: give another --output")
 
 
 # ---- 2. The conversations ---------------------------------------------------------------------------------
@@ -219,13 +139,7 @@ def write_digits(folder: Path) -> list[dict[str, Any]]:
 
 
 def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
-    """A question about a digit and its answer: one word for half of them, sentences for a third.
-
-    Args:
-        pixels: grey levels, 0 (ground) to 16 (ink), shape (8, 8).
-        label: the digit.
-        choose: draws the question and the wording.
-    """
+    """A question about a digit of grey levels [8, 8], and its answer: one word for half, sentences for a third."""
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     digit, rows, columns = words[label], pixels.sum(1), pixels.sum(0)
     parity = "odd" if label % 2 else "even"
@@ -235,14 +149,9 @@ def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
     high, wide = words[(rows > 8).sum()], words[(columns > 8).sum()]
     draw = choose.random()
     if draw < 0.5:
-        question, answer = choose.choice(
-            [
-                ("Which digit is this ?", digit),
-                ("Is the digit odd or even ?", parity),
-                ("Which side holds more ink ?", side),
-                ("Is the stroke faint , plain or heavy ?", stroke),
-            ]
-        )
+        of_digit = [("Which digit is this ?", digit), ("Is the digit odd or even ?", parity)]
+        of_ink = [("Which side holds more ink ?", side), ("Is the stroke faint , plain or heavy ?", stroke)]
+        question, answer = choose.choice(of_digit + of_ink)
         return f"{question} Answer with one word .", answer
     if draw < 0.65:
         return "What is in the picture ?", choose.choice([f"A handwritten {digit} .", f"The digit {digit} ."])
@@ -289,53 +198,22 @@ def build_llava(conversations: list[dict[str, Any]], folder: Path, seed: int) ->
     ids = {word: place for place, word in enumerate(vocabulary)}
     model_of_words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     model_of_words.pre_tokenizer = words
-    tokenizer = hf.PreTrainedTokenizerFast(
-        tokenizer_object=model_of_words,
-        unk_token="<unk>",
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<image>"],
-    )
+    names = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    more = {"additional_special_tokens": ["<image>"]}
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=model_of_words, **names, **more)
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    processor = hf.LlavaProcessor(
-        hf.CLIPImageProcessor(size=square, crop_size=square),
-        tokenizer,
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+    pictures = hf.CLIPImageProcessor(size=square, crop_size=square)
+    places = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = hf.LlavaProcessor(pictures, tokenizer, patch_size=PATCH_SIZE, **places)
 
     torch.manual_seed(seed)
-    tower = hf.CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        projection_dim=32,
-        image_size=IMAGE_SIZE,
-        patch_size=PATCH_SIZE,
-    )
-    language = hf.LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=2048,
-        pad_token_id=1,
-        bos_token_id=2,
-        eos_token_id=3,
-    )
-    model = hf.LlavaForConditionalGeneration(
-        hf.LlavaConfig(
-            vision_config=tower,
-            text_config=language,
-            image_token_index=ids["<image>"],
-            pad_token_id=1,
-            image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
-        )
-    )
+    width = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tower = hf.CLIPVisionConfig(**width, projection_dim=32, image_size=IMAGE_SIZE, patch_size=PATCH_SIZE)
+    marks = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+    language = hf.LlamaConfig(**SMALL, **marks, vocab_size=len(vocabulary), max_position_embeddings=2048)
+    image = {"image_token_index": ids["<image>"], "image_seq_length": (IMAGE_SIZE // PATCH_SIZE) ** 2}
+    config = hf.LlavaConfig(vision_config=tower, text_config=language, pad_token_id=1, **image)
+    model = hf.LlavaForConditionalGeneration(config)
 
     mean = sum(map(len, answers)) / len(answers)
     long = [f"<s> {answer} </s>" for answer in answers if len(answer) >= mean]
@@ -358,22 +236,11 @@ def initial_model(options: argparse.Namespace, checkpoint: str) -> torch.nn.Modu
     import transformers as hf
 
     torch.manual_seed(options.seed)
-    dtype = torch.float64 if options.dtype == "float64" else torch.float32
     if options.head == "bert":
-        return hf.BertForSequenceClassification(
-            hf.BertConfig(
-                vocab_size=18,
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                max_position_embeddings=65,
-                num_labels=10,
-                hidden_dropout_prob=0,
-                attention_probs_dropout_prob=0,
-            )
-        ).to(dtype)
-    model = hf.LlavaForConditionalGeneration.from_pretrained(checkpoint).to(dtype)
+        none = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+        config = hf.BertConfig(**SMALL, **none, vocab_size=18, max_position_embeddings=65, num_labels=10)
+        return hf.BertForSequenceClassification(config)
+    model = hf.LlavaForConditionalGeneration.from_pretrained(checkpoint).float()
     for name, parameter in model.named_parameters():
         # the tower is frozen as in LLaVA-1.5; its last layer is never read and would keep DDP waiting besides
         parameter.requires_grad_("vision_tower" not in name)
@@ -404,8 +271,7 @@ def llava_samples(
 
     def encode(record: dict[str, Any]) -> dict[str, list[int]]:
         # Vicuna's turns; the targets are the answers and the end of sequence behind each
-        input_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        labels = [IGNORED] * len(input_ids)
+        input_ids, labels = [tokenizer.bos_token_id], [IGNORED]
         for prompt, answer in record["turns"]:
             text = f"USER: {prompt} ASSISTANT:".replace("<image>", picture)
             question = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -415,12 +281,9 @@ def llava_samples(
         return {"input_ids": input_ids, "labels": labels}
 
     order = sample_order(len(conversations), options)
-    used = sorted(set(order))
-    row = {index: place for place, index in enumerate(used)}
-    dataset = Dataset.from_list([conversations[index] for index in used]).map(encode, remove_columns="turns")
-    dataset = dataset.select([row[index] for index in order]).add_column("place", list(range(len(order))))
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return dataset, Collator(pad, processor.image_processor)
+    dataset = Dataset.from_list(conversations).map(encode, remove_columns="turns").select(order)
+    collate = Collator(tokenizer.pad_token_id, processor.image_processor)
+    return dataset.add_column("place", list(range(len(order)))), collate
 
 
 def bert_samples(options: argparse.Namespace) -> tuple[Dataset, Collator]:
@@ -438,12 +301,7 @@ def bert_samples(options: argparse.Namespace) -> tuple[Dataset, Collator]:
 
 
 class Collator:
-    """Make a micro-batch of samples, padded on the right, and remember which ones this rank got.
-
-    Attributes:
-        seen: places in the dataset, micro-batch by micro-batch.
-        padded, real: tokens of all micro-batches, with padding and without.
-    """
+    """Make a micro-batch of samples; remember which ones this rank got, and its tokens with padding and without."""
 
     def __init__(self, pad: int, image_processor: Any) -> None:
         self.pad, self.image_processor = pad, image_processor
@@ -476,12 +334,7 @@ class Collator:
 
 
 def full_batch(model: torch.nn.Module, samples: list[dict[str, Any]], collate: Collator) -> dict[str, float]:
-    """The reference, without a Trainer: the mean over the items of one global batch, and its gradient's norm.
-
-        loss = sum of -log p over all target tokens / number of target tokens
-
-    For classification the items are the samples. In the dtype of `model`, eight samples at a time.
-    """
+    """The reference, without a Trainer: mean loss over the items of a global batch, and its gradient's norm."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -505,23 +358,14 @@ def full_batch(model: torch.nn.Module, samples: list[dict[str, Any]], collate: C
 # ---- 5. A cell: one mode, one split -----------------------------------------------------------------------
 
 
-class Recorder:
-    """Mixin before a Trainer: take the samples in order, keep losses and gradient norms unrounded.
-
-    The loss of a step is what the Trainer would log, before it rounds: what `training_step` returned, summed
-    over the window and averaged over the ranks.
-    """
+class Recorder(shared.InOrder):
+    """Mixin before a Trainer: keep the losses that it logs, and gradient norms, before it rounds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.window: list[torch.Tensor] = []
         super().__init__(*args, **kwargs)
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        from torch.utils.data import SequentialSampler
-
-        return SequentialSampler(self.train_dataset)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -538,79 +382,41 @@ class Recorder:
 
 
 def run_cell(
-    mode: str,
-    split: Split,
-    options: argparse.Namespace,
-    checkpoint: str,
-    dataset: Dataset,
-    collate: Collator,
+    mode: str, split: Split, options: argparse.Namespace, checkpoint: str, dataset: Dataset, collate: Collator
 ) -> dict[str, Any]:
     """Trains one cell from the initial weights and returns its line of results.jsonl."""
     import transformers as hf
-    from accelerate.state import AcceleratorState, GradientState
 
     import hf_accum_fix
 
-    # accelerate keeps these for the whole process; the process group below stays
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    shared.forget_accelerator()
     hf.set_seed(options.seed)
     collate.clear()
     started = time.perf_counter()
-    arguments = hf.TrainingArguments(  # new ones for every cell: one release writes into those it is given
-        output_dir=str(options.output),
-        per_device_train_batch_size=split.per_device,
-        gradient_accumulation_steps=split.accumulation,
-        max_steps=options.steps,
-        learning_rate=options.lr,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        bf16=options.dtype == "bfloat16",
-        seed=options.seed,
-        max_grad_norm=1e9,  # the norm is measured, nothing is clipped: clipping would hide a factor
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        log_level="error",
-        use_cpu=on_cpu(),
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-        ddp_find_unused_parameters=False,
-    )
+    # New ones for every cell: one release writes into those it is given. Clipping would hide a factor.
+    arguments = shared.arguments(
+        options.output, per_device_train_batch_size=split.per_device, gradient_accumulation_steps=split.accumulation,
+        max_steps=options.steps, learning_rate=1e-3, lr_scheduler_type="constant", optim="adamw_torch",
+        bf16=options.dtype == "bfloat16", seed=options.seed, max_grad_norm=1e9, logging_steps=1,
+        logging_strategy="steps", log_level="error", ddp_find_unused_parameters=False,
+    )  # fmt: skip
     base = hf_accum_fix.GlobalBatchTrainer if mode == "trainer" else hf.Trainer
     patched = mode in ("apply", "balanced")
     with hf_accum_fix.apply(balance_windows=mode == "balanced") if patched else contextlib.nullcontext():
-        trainer = type("Cell", (Recorder, base), {})(
-            model=initial_model(options, checkpoint),
-            args=arguments,
-            train_dataset=dataset,
-            data_collator=collate,
-        )
+        model, cell = initial_model(options, checkpoint), type("Cell", (Recorder, base), {})
+        trainer = cell(model=model, args=arguments, train_dataset=dataset, data_collator=collate)
         trainer.remove_callback(hf.PrinterCallback)
         if mode == "hotfix":
             trainer.model_accepts_loss_kwargs = False
         trainer.train()
     check_samples(collate.seen, split.accumulation, options)
-    return {
-        "mode": mode,
-        "processes": options.world,
-        **split._asdict(),
-        "seconds": round(time.perf_counter() - started, 1),
-        "padded_over_real": collate.padded / collate.real,
-        "losses": trainer.losses,
-        "grad_norms": trainer.grad_norms,
-    }
+    row = {"mode": mode, "processes": options.world, **split._asdict()}
+    row |= {"seconds": round(time.perf_counter() - started, 1), "padded_over_real": collate.padded / collate.real}
+    return {**row, "losses": trainer.losses, "grad_norms": trainer.grad_norms}
 
 
 def check_samples(seen: list[list[int]], accumulation: int, options: argparse.Namespace) -> None:
-    """Check that every optimizer step had the same samples as under any other split.
-
-    Args:
-        seen: this rank's places in the dataset, in order, micro-batch by micro-batch.
-        accumulation: micro-batches of a step.
-        options: the run.
-    """
+    """Check that every step had the samples it has under any other split, by this rank's places in the dataset."""
     from torch.distributed import all_gather_object
 
     ranks = [seen] * options.world
@@ -623,62 +429,30 @@ def check_samples(seen: list[list[int]], accumulation: int, options: argparse.Na
             raise RuntimeError(f"step {step + 1} did not have its own {options.total_batch} samples")
 
 
-def on_cpu() -> bool:
-    import torch
-
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.cuda.is_available()
-
-
 # ---- 6. The results ---------------------------------------------------------------------------------------
 
 
 def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options: argparse.Namespace) -> None:
     """Prints the published table again, with loss and gradient norm as multiples of the full batch's."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
-    title = f"{describe(options)}\nfull batch at step 1: loss {reference['loss']:.4f}, gradient norm "
-    table = Table(title=f"{title}{reference['grad_norm']:.4f}, {reference['items']} items", box=box.SIMPLE)
-    for heading in (
-        "mode",
-        "split",
-        "loss at\nstep 1",
-        "times the\nfull batch's",
-        "gradient norm,\ntimes full batch's",
-        f"loss at\nstep {options.steps}",
-    ):
-        table.add_column(heading, justify="right")
-    comparable = options.head == "llava" and options.total_batch == 128 and "stock" in by_mode(rows)
-    if comparable and importlib.metadata.version("transformers") == PUBLISHED_ON:
-        for split in dict.fromkeys(map(split_of, rows)):
+    print(f"{describe(options)}\nfull batch at step 1: loss {reference['loss']:.4f}, gradient norm "
+          f"{reference['grad_norm']:.4f}, {reference['items']} items\n")  # fmt: skip
+    head = ("mode", "split", "loss at step 1", "/ full batch", "gradient norm / full batch", f"at step {options.steps}")
+    lines = [
+        (row["mode"], split_of(row), f"{row['losses'][0]:.4f}", f"{row['losses'][0] / reference['loss']:.6f}",
+         f"{row['grad_norms'][0] / reference['grad_norm']:.6f}", f"{row['losses'][-1]:.4f}")
+        for row in rows
+    ]  # fmt: skip
+    release = importlib.metadata.version("transformers")
+    if options.head == "llava" and options.total_batch == 128 and release == PUBLISHED_ON:
+        for split in options.splits:
             for initial, last in filter(None, [PUBLISHED.get((options.world, *split))]):
-                table.add_row("published", str(split), f"{initial:g}", "", "", f"{last:g}" * (options.steps == 100))
-                table.caption = "published: LLaMA-Factory's issue 7443, 100 steps"
-    for mode, of_mode in by_mode(rows).items():
-        table.add_section()
-        for row in of_mode:
-            table.add_row(
-                mode,
-                str(split_of(row)),
-                f"{row['losses'][0]:.4f}",
-                f"{row['losses'][0] / reference['loss']:.6f}",
-                f"{row['grad_norms'][0] / reference['grad_norm']:.6f}",
-                f"{row['losses'][-1]:.4f}",
-            )
-    console.print(table)
-    verdicts = Table.grid(padding=(0, 1))
+                lines.append(("published", split, initial, "", "", last if options.steps == 100 else ""))
+    print(shared.markdown(head, lines))
     tolerance = 1e-2 if options.dtype == "bfloat16" else 1e-5
     for mode, of_mode in by_mode(rows).items():
         loss = compare("loss", of_mode, [row["losses"][0] / reference["loss"] for row in of_mode], tolerance)
         norms = [row["grad_norms"][0] / reference["grad_norm"] for row in of_mode]
-        verdicts.add_row(f"{mode}:", f"{loss};")
-        verdicts.add_row("", compare("gradient norm", of_mode, norms, tolerance) + ";" * ("right" in loss))
-        if "right" in loss:
-            last = [row["losses"][-1] for row in of_mode]
-            verdicts.add_row("", f"step-{options.steps} losses of the splits within {max(last) / min(last) - 1:.0e}")
-    console.print(verdicts)
+        print(f"{mode}: {loss}; {compare('gradient norm', of_mode, norms, tolerance)}")
 
 
 def describe(options: argparse.Namespace) -> str:
@@ -716,85 +490,27 @@ def compare(name: str, rows: list[dict[str, Any]], ratios: list[float], toleranc
     return f"{name} {word} the full batch's, and then {rest}" if word else f"{name} {rest}"
 
 
-def draw_curves(
-    rows: list[dict[str, Any]], reference: dict[str, float], options: argparse.Namespace, path: Path
-) -> None:
+def draw_curves(rows: list[dict[str, Any]], reference: dict[str, float], options: argparse.Namespace) -> None:
     """Draws the loss over optimizer steps: one panel per mode, one line per split, one scale, one legend."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
     modes = by_mode(rows)
-    figure, panels = pyplot.subplots(
-        1, len(modes), figsize=(max(2.9 * len(modes), 6) + 0.6, 4.4), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, panels = shared.figure_of(1, len(modes), (max(2.9 * len(modes), 6) + 0.6, 4.4), sharey=True)
     figure.suptitle(f"The same batches, several splits\n{describe(options)}", wrap=True)
+    losses = [loss for row in rows for loss in row["losses"]]
+    scale = "log" if max(losses) > 5 * min(losses) > 0 else "linear"
+    named = {}
     for panel, (mode, of_mode) in zip(panels[0], modes.items(), strict=True):
         for place, (row, colour) in enumerate(zip(of_mode, itertools.cycle(COLOURS))):
             # each line thinner than the one before, so that lines that coincide all show
-            panel.plot(
-                range(1, options.steps + 1),
-                row["losses"],
-                label=str(split_of(row)).replace("x", " x "),
-                color=colour,
-                linewidth=7.5 / 2**place,
-                marker="o" if options.steps < 5 else "",
-                markersize=14 / 1.6**place,
-                solid_capstyle="round",
-            )
-        panel.axhline(reference["loss"], color="black", linewidth=1, linestyle=":", label="full batch at step 1")
-        panel.set_title(f"{mode}\n{PANELS[mode]}", fontsize="medium")
-        panel.set_xlabel("optimizer step")
-        panel.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="0.92")
-        panel.set_axisbelow(True)
+            marks = {"marker": "o" if options.steps < 5 else "", "markersize": 14 / 1.6**place}
+            label, steps = str(split_of(row)).replace("x", " x "), range(1, options.steps + 1)
+            (named[label],) = panel.plot(steps, row["losses"], color=colour, linewidth=7.5 / 2**place, **marks)
+        line = panel.axhline(reference["loss"], color="black", linewidth=1, linestyle=":")
+        shared.tidy(panel, steps=True, yscale=scale, xlabel="optimizer step", title=mode)
     panels[0][0].set_ylabel("training loss")
-    losses = [loss for row in rows for loss in row["losses"]]
-    if max(losses) > 5 * min(losses) > 0:
-        panels[0][0].set_yscale("log")
-        panels[0][0].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        panels[0][0].yaxis.set_major_formatter("{x:g}")
-        panels[0][0].yaxis.set_minor_locator(ticker.NullLocator())
-    named = {label: line for panel in panels[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    named["full batch at step 1"] = named.pop("full batch at step 1")  # the last one of the legend
-    figure.legend(
-        named.values(),
-        named,
-        title="samples per device x micro-batches of a step",
-        loc="outside lower center",
-        ncols=len(named),
-        frameon=False,
-    )
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def announce(options: argparse.Namespace) -> None:
-    """Print what will run and where the results go, before the first import that takes seconds."""
-    counts = {"mode": len(options.modes), "split": len(options.splits), "step": options.steps}
-    asked = " x ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
-    print(f"{describe(options)}: {asked}, into {options.output}", flush=True)
-
-
-def environment(options: argparse.Namespace, reference: dict[str, float]) -> dict[str, Any]:
-    import torch
-
-    versions = {}
-    for name in ("transformers", "accelerate", "torch", "datasets", "tokenizers", "peft", "hf-accum-fix"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "reference": reference,
-        "versions": versions,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "device": "cpu" if on_cpu() else torch.cuda.get_device_name(),
-        "processes": options.world,
-        "arguments": {name: str(value) for name, value in vars(options).items()},
-    }
+    named["full batch at step 1"] = line
+    title = "samples per device x micro-batches of a step"
+    figure.legend(named.values(), named, title=title, loc="outside lower center", ncols=len(named), frameon=False)
+    figure.savefig(options.output / "curves.png", dpi=150)
 
 
 # ---- 7. The run -------------------------------------------------------------------------------------------
@@ -803,15 +519,15 @@ def environment(options: argparse.Namespace, reference: dict[str, float]) -> dic
 def sweep(options: argparse.Namespace) -> None:
     """Runs every cell, then shows and draws all of them."""
     import datasets
-    import torch
     import transformers
     from accelerate import PartialState
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    state = PartialState(cpu=on_cpu())
+    state = PartialState(cpu=shared.on_cpu())
     first, rows = state.is_main_process, []
+    options.output.mkdir(parents=True, exist_ok=True)
     checkpoint = str(options.output / "initial_model")
     if options.head == "bert":
         dataset, collate = bert_samples(options)
@@ -826,48 +542,34 @@ def sweep(options: argparse.Namespace) -> None:
     reference = full_batch(model, [dataset[place] for place in range(options.total_batch)], collate)
     del model
     if first:
-        (options.output / "environment.json").write_text(json.dumps(environment(options, reference), indent=1))
+        found = {"reference": reference, **shared.environment(options)}
+        (options.output / "environment.json").write_text(json.dumps(found, indent=1))
     for mode, split in itertools.product(options.modes, options.splits):
         rows.append(run_cell(mode, split, options, checkpoint, dataset, collate))
         if first:
             print(f"{mode} {split}: {rows[-1]['seconds']} s", flush=True)
-            with (options.output / "results.jsonl").open("a") as lines:
-                lines.write(json.dumps(rows[-1]) + "\n")
-
+            shared.add_line(options.output / "results.jsonl", rows[-1])
     if first:
         rows.sort(key=lambda row: (OFFERED.index(row["mode"]), -row["per_device"]))
-        draw_curves(rows, reference, options, options.output / "curves.png")
+        draw_curves(rows, reference, options)
         show_table(rows, reference, options)
         print(f"wrote results.jsonl, environment.json and curves.png to {options.output.resolve()}", flush=True)
-    if options.world > 1:
-        torch.distributed.barrier()
-        # Do not destroy the process group: gloo's threads may still hold tensors, so that it could abort or hang.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    shared.end_ranks()
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        options = read_options(argv)
-        check_output(options)  # last, because it makes the folder, and a refused run leaves none
-    except BadInputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"llava_sweep: {error}\n")
-        return 2
+def main() -> None:
+    options = read_options()
     if options.world > int(os.environ.get("WORLD_SIZE", "1")):
-        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
-        os.execv(sys.executable, [sys.executable, *ranks, __file__, *(sys.argv[1:] if argv is None else argv)])
+        shared.start_ranks(options.world)
     # the small models gain nothing from threads, which wait for one another where other programs run
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.world == 1:
         # with two visible GPUs the Trainer would use DataParallel
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    if os.environ.get("RANK", "0") == "0":
-        announce(options)
+    if shared.first_rank():
+        print(f"{describe(options)}, into {options.output}", flush=True)
     sweep(options)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python recipes/on_gpu.py --quick            # the same on small models; two minutes of a CPU core
     python recipes/on_gpu.py --parts overhead,accumulate_in
 
-The parts, each of them other recipes' functions:
+The parts:
 
     overhead        apply() and stock, in turns: a micro-batch, a step, the waits of the host (overhead.py)
     speed           length-balanced windows, stock and batch_rebalance, a 1B Llama, bfloat16 autocast (window_speed.py)
@@ -31,11 +31,13 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import overhead
 import router_loss_cost
+import shared
 import torch
 import transformers
 import window_speed
@@ -47,6 +49,7 @@ HERE = Path(__file__).resolve().parent
 #: Of the table, in characters: a line is at most 80 wide.
 LABEL, FIGURE = 50, 28
 ON_GPU = torch.cuda.is_available()
+AGAIN = "again"  # the first mode once more
 
 
 class Rows(list[dict[str, Any]]):
@@ -94,10 +97,6 @@ def paired(trainings: dict[str, Train], rounds: int) -> tuple[dict[str, list[flo
     return seconds, peaks
 
 
-#: The first mode once more.
-AGAIN = "again"
-
-
 def add_times(rows: Rows, label: str, trainings: dict[str, Train], rounds: int, micro_batches: int) -> None:
     """A step of every mode over one of the first mode, and the microseconds that a micro-batch takes longer."""
     seconds, peaks = paired(trainings, rounds)
@@ -119,23 +118,17 @@ def add_times(rows: Rows, label: str, trainings: dict[str, Train], rounds: int, 
 
 
 def part_overhead(rows: Rows, options: argparse.Namespace) -> None:
-    sizes = ("empty", "tiny") if options.quick else ("empty", "tiny", "medium")
+    sizes = ("tiny",) if options.quick else ("tiny", "medium")
     for head, name in itertools.product(overhead.HEADS, sizes):
         size = replace(overhead.SIZES[name], steps=options.steps)
-        trainings = {mode: training_of(head, size, mode) for mode in ("stock", "apply")}
+        trainings = {mode: partial(overhead.train, head, size, mode, size.steps) for mode in ("stock", "apply")}
         add_times(rows, f"{head} {name}", trainings, options.rounds, overhead.STEPS_OF_ACCUMULATION)
-        if name == "empty":
-            continue
         stock, ours = (overhead.count(head, size, mode) for mode in ("stock", "apply"))
         rows.add(f"{head} {name}: stock, waits a step", stock.reads)
         rows.add(f"{head} {name}: apply, waits a step", ours.reads)
         # On a CPU, where it waits for nothing, one number is read in every window.
         if ours.reads > stock.reads + (0 if ON_GPU else 1):
             raise RuntimeError(f"got {ours.reads:g} waits a step with apply(); expected {stock.reads:g}, stock's")
-
-
-def training_of(head: str, size: overhead.Size, mode: str) -> Train:
-    return lambda after: overhead.train(head, size, mode, size.steps, after)
 
 
 def part_speed(rows: Rows, options: argparse.Namespace) -> None:
@@ -159,11 +152,7 @@ def part_speed(rows: Rows, options: argparse.Namespace) -> None:
 
 def part_router_loss(rows: Rows, options: argparse.Namespace) -> None:
     steps = options.steps if ON_GPU else 2
-    trainings: dict[str, Train] = {
-        mode: lambda after, mode=mode: router_loss_cost.train(mode, steps, after)
-        for mode in router_loss_cost.MODES
-        if not mode.endswith("again")
-    }
+    trainings = {mode: partial(router_loss_cost.train, mode, steps) for mode in ("mean", "exact")}
     add_times(rows, "Mixtral", trainings, 1 if options.quick else options.rounds, overhead.STEPS_OF_ACCUMULATION)
 
 
@@ -233,29 +222,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+def main() -> int:
+    parser = shared.Parser(__doc__, "on_gpu", new=True)
+    parser.add_argument("--parts", type=shared.some_of(PARTS), default=list(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="small models and few runs; the figures mean little")
-    parser.add_argument("--rounds", type=int, help="paired runs of every mode (default: 5; quick: 2)")
-    parser.add_argument("--output", type=Path, default=Path("results/on_gpu"), help="a new folder")
-    options = parser.parse_args(argv)
-    options.parts = options.parts.split(",")
-    if unknown := [part for part in options.parts if part not in PARTS]:
-        parser.error(f"got --parts {','.join(unknown)}; expected some of {','.join(PARTS)}")
-    options.rounds = options.rounds if options.rounds is not None else (2 if options.quick else 5)
-    if options.rounds < 1:
-        parser.error(f"got --rounds {options.rounds}; expected 1 or more")
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
+    parser.add_argument("--rounds", type=shared.positive, help="paired runs of every mode (default: 5; quick: 2)")
+    options = parser.parse_args()
     if not ON_GPU and not options.quick:
         parser.error("got no GPU, torch.cuda.is_available() is False; expected one, or --quick on a CPU")
+    options.rounds = options.rounds or (2 if options.quick else 5)
     options.steps = 3 if options.quick else 12
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = read_options(argv)
     options.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     failed = 0
@@ -265,9 +241,8 @@ def main(argv: list[str] | None = None) -> int:
             PARTS[part](own, options)
         except Exception as error:  # The other parts are worth having.
             failed += 1
-            own.append(
-                {"part": part, "what": "FAILED", "value": None, "shown": type(error).__name__, "error": str(error)}
-            )
+            shown = {"value": None, "shown": type(error).__name__, "error": str(error)}
+            own.append({"part": part, "what": "FAILED", **shown})
         rows += own
         (options.output / "results.json").write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
         (options.output / "table.txt").write_text(table(rows))

@@ -12,13 +12,12 @@ Exit code: 0 if ours is at the float floor in every cell that can be run; 1 if n
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import in_release
+import shared
 
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
 
@@ -41,21 +41,13 @@ _MAKING = Lock()
 
 @dataclass(frozen=True)
 class Summary:
-    """One release, number of ranks and head: the worst over its splits.
+    """One release, number of ranks and head: the worst relative error over its splits."""
 
-    Attributes:
-        stock: worst relative error of the stock step; None if none could be run.
-        ours: worst of patch and subclass; None if none could be run.
-        within: whether every one of ours is within its tolerance.
-        why: the first reason of the cells that could not be run; of a refusal it is no failure.
-        convention: whether the reference is a convention (router losses), so that it is never called exact.
-    """
-
-    stock: float | None
-    ours: float | None
-    within: bool
-    why: str | None
-    convention: bool
+    stock: float | None  # None: could not be run
+    ours: float | None  # worst of patch and subclass
+    within: bool  # every one of ours is within its tolerance
+    why: str | None  # the first reason of the cells that could not be run; of a refusal it is no failure
+    convention: bool  # the reference is a convention (router losses), so that it is never called exact
 
     def words(self) -> str:
         """Stock and ours as a cell of the table."""
@@ -66,15 +58,13 @@ class Summary:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.Parser(__doc__, "release_matrix")
     parser.add_argument("releases", nargs="*", default=TESTED_RELEASES, metavar="RELEASE")
-    parser.add_argument("--output", type=Path, default=Path("release_matrix"))
-    parser.add_argument("--workers", type=int, default=1, help="releases at once")
+    parser.add_argument("--workers", type=shared.positive, default=1, help="releases at once")
     options = parser.parse_args(arguments)
     releases = tuple(options.releases)
-    unknown = [release for release in releases if not in_release.RELEASE.fullmatch(release)]
-    if unknown or options.workers < 1:
-        parser.error(f"no release: {', '.join(unknown)}" if unknown else "--workers needs at least 1")
+    if unknown := [release for release in releases if not in_release.RELEASE.fullmatch(release)]:
+        parser.error(f"got {', '.join(unknown)}; expected releases, such as 5.24.0")
     options.output.mkdir(parents=True, exist_ok=True)
     in_release.environment(in_release.NEWEST)
     failed = run(releases, options.output.resolve(), options.workers)
@@ -92,13 +82,12 @@ def main(arguments: list[str]) -> int:
 
 def run(releases: Sequence[str], output: Path, workers: int) -> dict[str, str]:
     """Run the missing cells; return the ones that could not run at all, with the end of their output."""
-    from rich.console import Console
-    from rich.progress import track
+    from tqdm import tqdm
 
     failed = {}
     with ThreadPoolExecutor(workers) as pool:
         jobs = {pool.submit(run_release, release, output): release for release in releases}
-        for job in track(as_completed(jobs), "releases", total=len(jobs), console=Console(stderr=True)):
+        for job in tqdm(as_completed(jobs), total=len(jobs), unit="release"):
             why = job.result()
             if why is not None:
                 failed[jobs[job]] = why
@@ -171,23 +160,16 @@ def _summary(rows: Sequence[dict[str, Any]]) -> Summary:
     )
 
 
-def _heads(summaries: dict[tuple[str, int, str], Summary]) -> list[str]:
-    return list(dict.fromkeys(head for _, _, head in summaries))
-
-
-def _lines(summaries: dict[tuple[str, int, str], Summary]) -> Iterator[tuple[str, int]]:
-    return iter(dict.fromkeys((release, ranks) for release, ranks, _ in summaries))
-
-
 def table(summaries: dict[tuple[str, int, str], Summary]) -> str:
     """Markdown: a line for each release and number of ranks, a column for each head, stock / ours."""
-    heads = _heads(summaries)
+    heads = list(dict.fromkeys(head for _, _, head in summaries))
     convention = {head for (_, _, head), summary in summaries.items() if summary.convention}
     names = [f"{head} *" if head in convention else head for head in heads]
-    lines = [f"| release | ranks | {' | '.join(names)} |", "|---|---|" + "---|" * len(heads)]
-    for release, ranks in _lines(summaries):
-        cells = [summaries[release, ranks, head].words() for head in heads if (release, ranks, head) in summaries]
-        lines.append(f"| {release} | {ranks} | {' | '.join(cells)} |")
+    rows = []
+    for release, ranks in dict.fromkeys((release, ranks) for release, ranks, _ in summaries):
+        known = [summaries[release, ranks, head] for head in heads if (release, ranks, head) in summaries]
+        rows.append((release, ranks, *(each.words() for each in known)))
+    lines = [" ".join(line.split()) for line in shared.markdown(("release", "ranks", *names), rows).splitlines()]
     lines += ["", "Worst relative error of the parameter change over the splits, stock / ours."]
     lines[-1] += " *: against the plain mean of the router losses, a convention that is never called exact."
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -210,15 +192,12 @@ def draw(summaries: dict[tuple[str, int, str], Summary], file: Path) -> None:
 
     Releases are labelled where one of their cells differs from the release before by more than a factor of 1.5.
     """
-    import matplotlib
     import numpy as np
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    heads, releases = _heads(summaries), list(dict.fromkeys(release for release, _, _ in summaries))
+    heads = list(dict.fromkeys(head for _, _, head in summaries))
+    releases = list(dict.fromkeys(release for release, _, _ in summaries))
     columns = [(head, ranks) for head in heads for ranks in WORLD_SIZES]
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3 + 0.13 * len(releases)), sharey=True, layout="constrained")
+    figure, (axes,) = shared.figure_of(1, 2, (11, 3 + 0.13 * len(releases)), sharey=True)
     image = None
     changed = {0, len(releases) - 1}
     for axis, (title, side) in zip(axes, (("stock", "stock"), ("hf_accum_fix", "ours")), strict=True):
@@ -249,7 +228,6 @@ def draw(summaries: dict[tuple[str, int, str], Summary], file: Path) -> None:
     bar.set_ticks(range(-8, 2, 2), labels=[f"{10.0**power:g}" for power in range(-8, 2, 2)])
     bar.outline.set_visible(False)
     figure.savefig(file, dpi=130)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

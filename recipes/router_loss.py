@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import shared
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
 
 import hf_accum_fix
 
@@ -76,11 +76,11 @@ def collate(samples: list[Sample]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def build(coefficient: float) -> MixtralForCausalLM:
+def build() -> MixtralForCausalLM:
     torch.manual_seed(0)
     shape = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTHS[1]}
-    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "router_aux_loss_coef": coefficient}
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "router_aux_loss_coef": 0.1}
     return MixtralForCausalLM(MixtralConfig(output_router_logits=True, **shape, **heads, **experts))
 
 
@@ -89,23 +89,15 @@ def build(coefficient: float) -> MixtralForCausalLM:
 
 @dataclass(frozen=True)
 class Look:
-    """The model on the held-out batch.
-
-    Attributes:
-        loss: mean over its tokens [nats].
-        auxiliary: its load-balancing loss over the whole batch; top_k is perfect balance.
-        information: between the expert and the domain of a token [bits], mean over layers.
-        load: share of each expert's tokens [layer][expert]; 1/E is perfect balance.
-        by_domain: the same of each domain [layer][domain][expert].
-    """
+    """The model on the held-out batch."""
 
     convention: str
     step: int
-    loss: float
-    auxiliary: float
-    information: float
-    load: list[list[float]]
-    by_domain: list[list[list[float]]]
+    loss: float  # mean over its tokens [nats]
+    auxiliary: float  # load-balancing loss over the whole batch; top_k is perfect balance
+    information: float  # between the expert and the domain of a token [bits], mean over layers
+    load: list[list[float]]  # share of each expert's tokens [layer][expert]; 1/E is perfect balance
+    by_domain: list[list[list[float]]]  # the same of each domain [layer][domain][expert]
 
 
 def look(model: Any, held_out: list[Sample], convention: str, step: int) -> Look:
@@ -152,29 +144,13 @@ def train(convention: str, options: argparse.Namespace, bar: Any) -> list[Look]:
     looking = Looking(convention, draw(96, seed=1), options.every, bar)
     option = contextlib.nullcontext() if convention == "stock" else hf_accum_fix.apply(router_loss=convention)
     with option, tempfile.TemporaryDirectory() as output:
-        arguments = TrainingArguments(
-            output,
-            per_device_train_batch_size=options.per_device,
-            gradient_accumulation_steps=options.accumulate,
-            max_steps=options.steps,
-            learning_rate=3e-3,
-            lr_scheduler_type="constant",
-            seed=0,
-            use_cpu=not torch.cuda.is_available(),
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-        )
-        Trainer(
-            model=build(options.coefficient),
-            args=arguments,
-            train_dataset=draw(options.samples, seed=2),
-            data_collator=collate,
-            callbacks=[looking],
-        ).train()
+        arguments = shared.arguments(
+            output, per_device_train_batch_size=2, gradient_accumulation_steps=options.accumulate,
+            max_steps=options.steps, learning_rate=3e-3, lr_scheduler_type="constant", seed=0,
+        )  # fmt: skip
+        data = draw(options.samples, seed=2)
+        trainer = Trainer(build(), arguments, collate, data, callbacks=[looking])
+        trainer.train()
     return looking.looks
 
 
@@ -184,18 +160,17 @@ def train(convention: str, options: argparse.Namespace, bar: Any) -> list[Look]:
 def table(looks: list[Look]) -> str:
     """Markdown: the last look of each convention."""
     head = ("router_loss", "token loss", "load-balancing loss", "expert reveals domain [bits]", "least and most load")
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
+    lines = []
     for convention in CONVENTIONS:
         last = [each for each in looks if each.convention == convention][-1]
         load = [share * EXPERTS for layer in last.load for share in layer]
-        cells = [convention, f"{last.loss:.4f}", f"{last.auxiliary:.4f}", f"{last.information:.3f}"]
-        lines.append(f"| {' | '.join(cells)} | {min(load):.2f}x, {max(load):.2f}x |")
-    return "\n".join(lines) + "\n"
+        numbers = (f"{last.loss:.4f}", f"{last.auxiliary:.4f}", f"{last.information:.3f}")
+        lines.append((convention, *numbers, f"{min(load):.2f}x, {max(load):.2f}x"))
+    return shared.markdown(head, lines)
 
 
 def pictures(looks: list[Look], path: Path) -> None:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 9), layout="constrained")
     curves, global_load, domains = figure.subfigures(3, 1, height_ratios=(1.2, 0.9, 1.2))
@@ -209,12 +184,7 @@ def pictures(looks: list[Look], path: Path) -> None:
             own = [each for each in looks if each.convention == convention]
             panel.plot([each.step for each in own], [getattr(each, name) for each in own], label=convention)
         panel.set_title(title, fontsize=10)
-        panel.set_xlabel("optimizer step")
-        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
-        panel.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-        panel.yaxis.set_major_formatter("{x:g}")
-        panel.grid(color="0.92")
-        panel.spines[["top", "right"]].set_visible(False)
+        shared.tidy(panel, steps=True, xlabel="optimizer step")
     curves.axes[0].legend(frameon=False)
     last = {each.convention: each for each in looks}
     bars = global_load.subplots(1, len(CONVENTIONS), sharey=True)
@@ -225,11 +195,7 @@ def pictures(looks: list[Look], path: Path) -> None:
             panel.bar(places, load[layer].tolist(), width=0.25)
         panel.axhline(1, color="grey", linewidth=0.8)
         panel.set_title(f"{convention}: load, by layer", fontsize=10)
-        panel.set_xlabel("expert")
-        panel.set_xticks(range(EXPERTS))
-        panel.spines[["top", "right"]].set_visible(False)
-    bars[0].yaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
-    bars[0].yaxis.set_major_formatter("{x:g}")
+        shared.tidy(panel, xlabel="expert", xticks=range(EXPERTS))
     bars[0].set_ylabel("times its share")
     panels = domains.subplots(1, len(CONVENTIONS), sharey=True)
     for panel, convention in zip(panels, CONVENTIONS, strict=True):
@@ -240,47 +206,31 @@ def pictures(looks: list[Look], path: Path) -> None:
         panel.set_xticks(range(EXPERTS))
     panels[0].set_yticks(range(DOMAINS))
     panels[0].set_ylabel("domain")
-    colours = domains.colorbar(drawn, ax=list(panels), label="times its share", shrink=0.9)
-    colours.ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    domains.colorbar(drawn, ax=list(panels), label="times its share", shrink=0.9)
     figure.savefig(path, dpi=150)
 
 
 # ---- 4. The run -------------------------------------------------------------------------------------------
 
 
-def read_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
-    parser.add_argument("--per-device", type=int, default=2, help="samples of a micro-batch (default: 2)")
-    parser.add_argument("--accumulate", type=int, default=8, help="micro-batches of a window (default: 8)")
-    parser.add_argument("--coefficient", type=float, default=0.1, help="of the router loss (default: 0.1)")
-    parser.add_argument("--every", type=int, default=10, help="steps between looks (default: 10)")
-    parser.add_argument("--samples", type=int, default=2048, help="of the training set (default: 2048)")
-    parser.add_argument("--output", type=Path, default=Path("router_loss"), help="a new folder (default: router_loss)")
-    options = parser.parse_args(argv)
-    for name in ("steps", "per_device", "accumulate", "every", "samples"):
-        if getattr(options, name) < 1:
-            parser.error(f"got --{name.replace('_', '-')} {getattr(options, name)}; expected 1 or more")
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = read_options(argv)
+def main() -> None:
+    parser = shared.Parser(__doc__, "router_loss", new=True)
+    parser.add_argument("--steps", type=shared.positive, default=150, help="optimizer steps (default: 150)")
+    parser.add_argument("--accumulate", type=shared.positive, default=8, help="micro-batches of a window (default: 8)")
+    parser.add_argument("--every", type=shared.positive, default=10, help="steps between looks (default: 10)")
+    parser.add_argument("--samples", type=shared.positive, default=2048, help="of the training set (default: 2048)")
+    options = parser.parse_args()
     looks: list[Look] = []
     with tqdm(total=options.steps * len(CONVENTIONS), unit="step") as bar:
         for convention in CONVENTIONS:
             looks += train(convention, options, bar)
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-        return 0
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "results.jsonl").write_text("".join(json.dumps(asdict(each)) + "\n" for each in looks))
-    (options.output / "table.md").write_text(table(looks))
-    pictures(looks, options.output / "router_loss.png")
-    sys.stdout.write(table(looks))
-    return 0
+    if shared.first_rank():
+        for each in looks:
+            shared.add_line(options.output / "results.jsonl", asdict(each))
+        (options.output / "table.md").write_text(table(looks))
+        pictures(looks, options.output / "router_loss.png")
+        sys.stdout.write(table(looks))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

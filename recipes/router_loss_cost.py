@@ -13,17 +13,14 @@ The output folder gets results.jsonl (a line per run) and table.md. Exit code 2:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
+import shared
 import torch
 from overhead import VOCABULARY, Counting, Size, run, spread
 from tqdm import tqdm
@@ -90,7 +87,7 @@ def table(counted: dict[str, dict[str, float]], rounds: list[dict[str, dict[str,
     """Markdown, one row a convention: medians and quartiles of the rounds' ratios."""
     head = ["router_loss", "forwards a step", "operations a step"]
     head += ["processor time of a step", "wall time of a step"] if rounds else []
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for mode in MODES:
         found = counted[mode.split(" ")[0]]
         more = found["operations"] / counted["mean"]["operations"]
@@ -98,36 +95,25 @@ def table(counted: dict[str, dict[str, float]], rounds: list[dict[str, dict[str,
         for clock in ("processor", "wall") if rounds else ():
             row.append(spread([each[mode][clock] / each["mean"][clock] for each in rounds]).words(".3f"))
         lines.append(row)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return shared.markdown(head, lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = shared.Parser(__doc__, "router_loss_cost", new=True)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of three runs (default: 8); 0: count only")
-    parser.add_argument("--output", type=Path, default=Path("router_loss_cost"), help="a new folder")
-    options = parser.parse_args(argv)
-    if options.rounds < 0:
-        parser.error(f"got --rounds {options.rounds}; expected 0 or more")
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
+    options = parser.parse_args()
     counted = {mode: count(mode) for mode in MODES if mode != "mean again"}
-    rows: list[dict[str, Any]] = [{"mode": mode, **found} for mode, found in counted.items()]
-    rounds = []
-    with tqdm(total=options.rounds * len(MODES), disable=not options.rounds, unit="run") as bar:
-        for turn in range(options.rounds):
-            found = {}
-            for place in range(len(MODES)):
-                mode = MODES[(turn + place) % len(MODES)]
-                found[mode] = measure(mode)
-                rows.append({"mode": mode, "round": turn, **found[mode]})
-                bar.update()
-            rounds.append(found)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (options.output / "table.md").write_text(table(counted, rounds))
-    sys.stdout.write(table(counted, rounds))
-    return 0
+    lines, rounds = options.output / "results.jsonl", []
+    for mode, found in counted.items():
+        shared.add_line(lines, {"mode": mode, **found})
+    for turn in tqdm(range(options.rounds), disable=not options.rounds, unit="round"):
+        rounds.append({mode: measure(mode) for mode in MODES[turn % 3 :] + MODES[: turn % 3]})
+        for mode, found in rounds[-1].items():
+            shared.add_line(lines, {"mode": mode, "round": turn, **found})
+    text = table(counted, rounds)
+    (options.output / "table.md").write_text(text)
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,14 +15,13 @@ corrected training has ended; 2: bad input.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import shared
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,43 +59,33 @@ def results(wanted: Sequence[str], splits: Sequence[tuple[int, int]]) -> Iterato
         yield from ({"layout": name, "path": path, **row} for row in rows)
 
 
-def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown, one row a layout."""
-    yield "| layout | stock: gradient, log | corrected: gradient, log |"
-    yield "|---|---|---|"
-    for layout in dict.fromkeys(row["layout"] for row in rows):
-        cells = []
-        for path in ("stock", "apply"):
-            its = [row for row in rows if (row["layout"], row["path"]) == (layout, path)]
-            ends = any("ends" in row for row in its)
-            cells.append(
-                "ends" if ends else ", ".join(f"{max(row[of] for row in its):.1e}" for of in ("error", "loss"))
-            )
-        yield f"| {layout} | {' | '.join(cells)} |"
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One row a layout."""
+
+    def cell(layout: str, path: str) -> str:
+        its = [row for row in rows if (row["layout"], row["path"]) == (layout, path)]
+        ends = any("ends" in row for row in its)
+        return "ends" if ends else ", ".join(f"{max(row[of] for row in its):.1e}" for of in ("error", "loss"))
+
+    names = dict.fromkeys(row["layout"] for row in rows)
+    head = ("layout", "stock: gradient, log", "corrected: gradient, log")
+    return shared.markdown(head, [(name, cell(name, "stock"), cell(name, "apply")) for name in names])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = shared.Parser(__doc__, "sample_shards", new=True)
     parser.add_argument("--layouts", nargs="+", choices=("sp", "cp"), default=["sp", "cp"], help="which kinds")
-    parser.add_argument("--splits", nargs="+", default=["1x1", "1x4", "2x4"], help="samples x accumulation steps")
-    parser.add_argument("--output", type=Path, default=Path("results/sample_shards"), help="folder for the results")
-    options = parser.parse_args(argv)
-    try:
-        splits = [(int(b), int(steps)) for b, steps in (each.split("x") for each in options.splits)]
-    except ValueError:
-        parser.error(f"got --splits {' '.join(options.splits)}; expected such as 1x4 2x4")
+    splits = [shared.Split(1, 1), shared.Split(1, 4), shared.Split(2, 4)]
+    parser.add_argument("--splits", type=shared.splits_of, default=splits, help="default: 1x1,1x4,2x4")
+    options = parser.parse_args()
     if "sp" in options.layouts and find_spec("deepspeed") is None:
         parser.error("got layout sp without DeepSpeed; expected it installed; pass --layouts cp, or install deepspeed")
-    options.output.mkdir(parents=True, exist_ok=True)
     rows = []
-    with (options.output / "results.jsonl").open("w") as file:
-        for row in results(options.layouts, splits):
-            rows.append(row)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-    table = "\n".join(lines(rows)) + "\n"
-    (options.output / "table.md").write_text(table)
-    sys.stdout.write(table)
+    for row in results(options.layouts, options.splits):
+        rows.append(row)
+        shared.add_line(options.output / "results.jsonl", row)
+    (options.output / "table.md").write_text(table(rows))
+    sys.stdout.write(table(rows))
     return int(any("ends" in row and row["path"] == "apply" for row in rows))
 
 

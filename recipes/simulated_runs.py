@@ -23,57 +23,31 @@ _RESTART, _EPOCH = 160, 64
 
 @dataclass(frozen=True)
 class Scenario:
-    """One case: a run that is simulated.
-
-    Attributes:
-        ranks: how many.
-        persists: micro-batches of a rank over which its difficulty stays the same.
-        difficulty: deviation of the logarithm of the points' noise, redrawn when it no longer persists.
-        batch: points of a micro-batch, 16 at most.
-        ragged: micro-batches of 1 to 16 points.
-        weights: every point counts as so many items, lognormal.
-        heavy_tails: some points far away.
-        schedule: of the learning rate: "warm-up" over 500 steps, "restarts" every 160, "stable, then decay", "" steady.
-        grows: the batch is 4 points up to a third of the run, 8 up to two thirds.
-        clip: norm that gradients are clipped to.
-        hard: share of micro-batches that are five times as noisy.
-        curriculum: noise grows over the run ("noise"), or so do the classes, from two on ("classes").
-        order: of data sorted by difficulty: "dealt" to the ranks in turns, a "shard" of its own for each, "" shuffled.
-        samples: points of a rank's fixed shard; 0 draws new ones for ever.
-        epoch: steps of an epoch, the last of which has 1 or 2 points a rank; 0: none.
-        domain: micro-batches over which a rank sees two classes alone; 0: none.
-        experts: hidden layers, of which each point goes through one.
-        dropout: share of the hidden units that are dropped.
-        rewards: a policy gradient instead of a loss: actions are drawn and rewarded, the mean reward is the baseline.
-        scale: factor of the loss.
-        fault: of the last rank.
-        amount: size of the fault.
-        since: logs before the fault.
-    """
+    """One case: a run that is simulated."""
 
     ranks: int = 4
-    persists: int = 1
-    difficulty: float = 0.0
-    batch: int = BATCH
-    ragged: bool = False
-    weights: bool = False
-    heavy_tails: bool = False
-    schedule: str = ""
-    grows: bool = False
-    clip: float = math.inf
-    hard: float = 0.0
-    curriculum: str = ""
-    order: str = ""
-    samples: int = 0
-    epoch: int = 0
-    domain: int = 0
-    experts: int = 1
-    dropout: float = 0.0
-    rewards: bool = False
-    scale: float = 1.0
-    fault: str = ""
-    amount: float = 0.0
-    since: int = 0
+    persists: int = 1  # micro-batches of a rank over which its difficulty stays the same
+    difficulty: float = 0.0  # deviation of the logarithm of the points' noise, redrawn when it no longer persists
+    batch: int = BATCH  # points of a micro-batch, 16 at most
+    ragged: bool = False  # micro-batches of 1 to 16 points
+    weights: bool = False  # every point counts as so many items, lognormal
+    heavy_tails: bool = False  # some points far away
+    schedule: str = ""  # "warm-up" over 500 steps, "restarts" every 160, "stable, then decay", "" steady
+    grows: bool = False  # the batch is 4 points up to a third of the run, 8 up to two thirds
+    clip: float = math.inf  # norm that gradients are clipped to
+    hard: float = 0.0  # share of micro-batches that are five times as noisy
+    curriculum: str = ""  # noise grows over the run ("noise"), or so do the classes, from two on ("classes")
+    order: str = ""  # of sorted data: "dealt" to the ranks in turns, a "shard" of its own for each, "" shuffled
+    samples: int = 0  # points of a rank's fixed shard; 0 draws new ones for ever
+    epoch: int = 0  # steps of an epoch, the last of which has 1 or 2 points a rank; 0: none
+    domain: int = 0  # micro-batches over which a rank sees two classes alone; 0: none
+    experts: int = 1  # hidden layers, of which each point goes through one
+    dropout: float = 0.0  # share of the hidden units that are dropped
+    rewards: bool = False  # a policy gradient: actions are drawn and rewarded, the mean reward is the baseline
+    scale: float = 1.0  # factor of the loss
+    fault: str = ""  # of the last rank
+    amount: float = 0.0  # size of the fault
+    since: int = 0  # logs before the fault
 
     def rate(self, step: int, steps: int) -> float:
         """Learning rate of a step, of so many in all."""
@@ -156,21 +130,13 @@ PLANTED = {
 
 @dataclass(frozen=True)
 class Log:
-    """What the monitors of one run read at one log.
-
-    Attributes:
-        loss: of a `LossMeter`.
-        gradients: of `RankGradients`.
-        norms: of every step's averaged gradient, with the step's items.
-        rate: learning rate.
-        epoch: epochs so far of sorted data; nan: there are none.
-    """
+    """What the monitors of one run read at one log."""
 
     loss: LossReading
     gradients: RankGradientsReading
-    norms: list[tuple[float, float]]
-    rate: float
-    epoch: float = math.nan
+    norms: list[tuple[float, float]]  # of every step's averaged gradient, with the step's items
+    rate: float  # learning rate
+    epoch: float = math.nan  # epochs so far of sorted data; nan: there are none
 
 
 def logs(scenario: Scenario, runs: int, count: int, seed: int) -> Iterator[list[Log]]:
@@ -258,10 +224,8 @@ class _Data:
         """Labels and weights [runs, ranks, batch], and points [runs, ranks, batch, points]."""
         its, draw, runs = self._its, self._draw, self._lead[0]
         labels = self._labels(step)
-        if its.heavy_tails:
-            noise = draw.standard_t(3, size=(*labels.shape, POINTS))
-        else:
-            noise = draw.normal(size=(*labels.shape, POINTS))
+        size = (*labels.shape, POINTS)
+        noise = draw.standard_t(3, size=size) if its.heavy_tails else draw.normal(size=size)
         points = self._points(labels, self._scale(step)[..., None, None] * noise)
         if its.samples:
             chosen = draw.integers(its.samples, size=labels.shape)

@@ -2,7 +2,6 @@ r"""The same gradient, how much faster: length-balanced windows and the Trainer'
 
     python recipes/window_speed.py                                     # one process, a medium Llama on CPU, 12 minutes
     python recipes/window_speed.py --ranks 2 --batch 4 --steps 8       # two processes
-    python recipes/window_speed.py --texts docstrings                  # texts that ship with Python
     python recipes/window_speed.py --texts my_texts.jsonl --column text
     python recipes/window_speed.py --size 1b --dtype bfloat16 --cuda   # on a GPU
 
@@ -16,9 +15,8 @@ A window is the b * G * W samples of one optimizer step. The modes, each a train
     no padding       the limit: balanced's micro-batches with all rows of each levelled to one length
 
 Rounds are interleaved, so that other programs slow all modes alike; every figure is the median over rounds, with the
-least and the greatest. The first three windows of a training warm up and are not counted. Samples per second are given
-by the clock and by the processor time of one rank. Memory is the peak above the model and the data. The gradient of the
-first window, in the precision of the training, is compared with stock's, in modes with stock's windows.
+least and the greatest. The first three windows of a training warm up and are not counted. Memory is the peak above the
+model and the data. The gradient of the first window is compared with stock's, in modes with stock's windows.
 
 The output folder gets results.jsonl (a line per training), table.md and window_speed.png.
 """
@@ -27,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -45,6 +44,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import shared
+
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("stock", "group_by_length", "batch_rebalance", "balanced", "no padding", "stock again")
 #: Windows before those that are timed: in these a loss is observed.
@@ -56,32 +57,23 @@ SIZES = {"tiny": (64, 2, 4, 128, 2000), "medium": (320, 8, 5, 864, 4096), "1b": 
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How much faster length-balanced windows are.")
+    parser = shared.Parser(__doc__, "window_speed")
     add = parser.add_argument
-    add("--modes", default=",".join(MODES), help="some of %(default)s")
-    add("--rounds", type=int, default=3, help="trainings of every mode")
-    add("--windows", type=int, default=2, help="optimizer steps that are timed, after three that warm up")
-    add("--batch", type=int, default=8, help="b: samples per device")
-    add("--steps", type=int, default=16, help="G: micro-batches per optimizer step")
-    add("--ranks", type=int, default=1, help="W: processes, started by torchrun")
+    add("--modes", type=shared.some_of(MODES), default=list(MODES), help=f"some of {','.join(MODES)}")
+    add("--rounds", type=shared.positive, default=3, help="trainings of every mode")
+    add("--windows", type=shared.positive, default=2, help="optimizer steps that are timed, after three that warm up")
+    add("--batch", type=shared.positive, default=8, help="b: samples per device")
+    add("--steps", type=shared.positive, default=16, help="G: micro-batches per optimizer step")
+    add("--ranks", type=shared.positive, default=1, help="W: processes, started by torchrun")
     add("--texts", default="lognormal", help="lognormal (drawn lengths), docstrings (of Python's library), or a .jsonl")
     add("--column", default="text", help="of the .jsonl")
-    add("--mu", type=float, default=3.9, help="of the lognormal lengths")
-    add("--sigma", type=float, default=0.8, help="of the lognormal lengths")
     add("--longest", type=int, default=1024, help="tokens that a sample is truncated to")
     add("--size", choices=tuple(SIZES), default="medium", help="of the Llama")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 is mixed precision")
     add("--cuda", action="store_true", help="train on the GPU")
-    add("--lr", type=float, default=1e-3, help="of AdamW; constant")
-    add("--seed", type=int, default=0, help="of the weights and the lengths")
-    add("--output", type=Path, default=Path("results/window_speed"), help="folder for the results")
     add("--cell", help=argparse.SUPPRESS)
     add("--keep", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.modes = [mode.strip() for mode in options.modes.split(",")]
-    if unknown := [mode for mode in options.modes if mode not in MODES]:
-        parser.error(f"got modes {unknown}; expected some of --modes {', '.join(MODES)}")
-    return options
+    return parser.parse_args()
 
 
 # ---- 1. Samples --------------------------------------------------------------------------------------------
@@ -91,9 +83,9 @@ def samples_of(options: argparse.Namespace) -> list[list[int]]:
     """Token ids of each sample, in the order of the training."""
     count = options.batch * options.steps * options.ranks * (options.windows + WARM_UP)
     vocabulary = SIZES[options.size][-1]
-    choose = random.Random(options.seed)
+    choose = random.Random(0)
     if options.texts == "lognormal":
-        drawn = [int(choose.lognormvariate(options.mu, options.sigma)) for _ in range(count)]
+        drawn = [int(choose.lognormvariate(3.9, 0.8)) for _ in range(count)]
         lengths = [min(max(length, 8), options.longest) for length in drawn]
         return [[choose.randrange(4, vocabulary) for _ in range(length)] for length in lengths]
     if options.texts == "docstrings":
@@ -140,11 +132,8 @@ def levelled(samples: list[list[int]], options: argparse.Namespace) -> list[list
 
 def train(options: argparse.Namespace) -> None:
     """One training in this process, on every rank; rank 0 prints the figures as a line of JSON."""
-    import contextlib
-
     import torch
     import transformers
-    from torch.utils.data import SequentialSampler
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     import hf_accum_fix
@@ -156,31 +145,20 @@ def train(options: argparse.Namespace) -> None:
     if mode == "no padding":
         samples = levelled(samples, options)
     hidden, layers, heads, intermediate, vocabulary = SIZES[options.size]
-    torch.manual_seed(options.seed)
+    size = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    size |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocabulary}
+    torch.manual_seed(0)
     # On a CPU the weights of a large one would be drawn for minutes.
     with torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if options.cuda else "cpu"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                intermediate_size=intermediate,
-                vocab_size=vocabulary,
-                max_position_embeddings=max(2048, options.longest),
-            )
-        )
+        model = LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=max(2048, options.longest)))
     shapes: list[tuple[int, int, int]] = []
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         ids = [row["input_ids"] for row in rows]
         width = max(map(len, ids))
         shapes.append((len(ids), width, sum(map(len, ids))))
-        return {
-            "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in ids]),
-            "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids]),
-            "labels": torch.tensor([row + [-100] * (width - len(row)) for row in ids]),
-        }
+        padded = torch.tensor([row + [-100] * (width - len(row)) for row in ids])
+        return {"input_ids": padded.clamp(min=0), "attention_mask": (padded >= 0).long(), "labels": padded}
 
     class Clock(TrainerCallback):
         """Keep the end of each optimizer step, and the first gradient."""
@@ -199,42 +177,23 @@ def train(options: argparse.Namespace) -> None:
                 torch.cuda.synchronize()
             self.ends.append((time.perf_counter(), time.process_time()))
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
+    class Ordered(shared.InOrder, Trainer):
+        """The samples as they come."""
 
     strategy: dict[str, Any] = {}
     if mode in ("group_by_length", "batch_rebalance"):
         new = hasattr(TrainingArguments, "train_sampling_strategy")
         strategy = {"train_sampling_strategy": mode} if new else {"group_by_length": True}
-    arguments = TrainingArguments(
-        output_dir=tempfile.gettempdir(),
-        per_device_train_batch_size=options.batch,
-        gradient_accumulation_steps=options.steps,
-        num_train_epochs=1,
-        learning_rate=options.lr,
-        lr_scheduler_type="constant",
-        max_grad_norm=1e30,
-        optim="adamw_torch",
-        bf16=options.dtype == "bfloat16",
-        use_cpu=not options.cuda,
-        ddp_backend=None if options.cuda or options.ranks == 1 else "gloo",
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **strategy,
-    )
+    arguments = shared.arguments(
+        tempfile.gettempdir(), per_device_train_batch_size=options.batch, gradient_accumulation_steps=options.steps,
+        num_train_epochs=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=1e30, optim="adamw_torch",
+        bf16=options.dtype == "bfloat16", use_cpu=not options.cuda, logging_strategy="steps", logging_steps=1,
+        ddp_backend=None if options.cuda or options.ranks == 1 else "gloo", **strategy,
+    )  # fmt: skip
     clock = Clock()
     with hf_accum_fix.apply(balance_windows=True) if mode in ("balanced", "no padding") else contextlib.nullcontext():
-        trainer = (Trainer if strategy else InOrder)(
-            model=model,
-            args=arguments,
-            train_dataset=[{"input_ids": ids} for ids in samples],
-            data_collator=collate,
-            callbacks=[clock],
-        )
+        rows, kind = [{"input_ids": ids} for ids in samples], Trainer if strategy else Ordered
+        trainer = kind(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[clock])
         before = resident()
         if options.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -254,25 +213,14 @@ def train(options: argparse.Namespace) -> None:
     if trainer.args.process_index == 0:
         if options.keep:
             torch.save(clock.gradient, options.keep)
-        row = {
-            "mode": mode,
-            "padded_over_real": float(total[0] / total[1]),
-            "slowest_rank_over_ideal": float(most[0] * options.ranks / total[1]),
-            "samples_per_second": counted / (wall - first_wall),
-            "samples_per_cpu_second": counted / float(most[2]),
-            "largest_micro_batch": max(rows * width for rows, width, _ in shapes),
-            "most_rows": max(rows for rows, *_ in shapes),
-            "peak_mib": float(most[3]) / 2**20,
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-        }
+        row = {"mode": mode, "transformers": transformers.__version__, "torch": torch.__version__}
+        row |= {"padded_over_real": float(total[0] / total[1]), "peak_mib": float(most[3]) / 2**20}
+        row |= {"slowest_rank_over_ideal": float(most[0] * options.ranks / total[1])}
+        row |= {"samples_per_second": counted / (wall - first_wall), "samples_per_cpu_second": counted / float(most[2])}
+        row |= {"most_rows": max(rows for rows, *_ in shapes)}
+        row |= {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
         print(json.dumps(row), flush=True)
-    if options.ranks > 1:
-        torch.distributed.barrier()
-        # Do not destroy the process group: gloo may hang.
-        sys.stdout.flush()
-        os._exit(0)
+    shared.end_ranks()
 
 
 def resident(*, peak: bool = False) -> int:
@@ -310,14 +258,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     modes = [mode for mode in options.modes if mode != "batch_rebalance" or has_batch_rebalance()]
-    setting = {"batch": options.batch, "steps": options.steps, "ranks": options.ranks, "texts": options.texts}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, (options.output / "results.jsonl").open("w") as lines:
         for number in range(options.rounds):
             gradients: dict[str, torch.Tensor] = {}
             for mode in modes:
                 keep = Path(folder) / "gradient.pt"
-                row = {**setting, "round": number, **run_cell(mode, keep)}
+                row = {"round": number, **run_cell(mode, keep)}
                 if number == 0 and mode in ("stock", *SAME_WINDOWS):
                     gradients[mode] = torch.load(keep)
                     if "stock" in gradients:
@@ -355,18 +302,16 @@ def times(rows: list[dict[str, Any]], mode: str, base: str, key: str) -> list[fl
 def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """The figures as a Markdown table, with what they were measured on."""
     first = rows[0]
-    head = "| mode | padded/real | slowest rank/ideal | samples/s | x stock | samples/CPU s | x stock | "
-    head += "of no padding | largest micro-batch | most rows | peak MiB | gradient |"
-    lines = [
+    setting = (
         f"b={options.batch}, G={options.steps}, W={options.ranks}, {options.texts} lengths, {options.size} Llama, "
         f"{options.dtype}, {'GPU' if options.cuda else 'CPU, one thread a rank'}; "
         f"transformers {first['transformers']}, torch {first['torch']}, Python {platform.python_version()}; "
         f"{options.rounds} interleaved rounds of "
-        f"{options.windows} windows after {WARM_UP} that warm up; median (least-greatest).",
-        "",
-        head,
-        "|" + "---|" * 12,
-    ]
+        f"{options.windows} windows after {WARM_UP} that warm up; median (least-greatest).\n\n"
+    )
+    head = ["mode", "padded/real", "slowest rank/ideal", "samples/s", "x stock", "samples/CPU s", "x stock"]
+    head += ["of no padding", "most rows", "peak MiB", "gradient"]
+    lines = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         own = [row for row in rows if row["mode"] == mode]
         wall, cpu = "samples_per_second", "samples_per_cpu_second"
@@ -381,60 +326,45 @@ def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
             spread([row[cpu] for row in own]),
             spread(ratios) if (ratios := times(rows, mode, "stock", cpu)) else "-",
             f"{statistics.median(of_limit):.2f}" if of_limit else "-",
-            str(own[0]["largest_micro_batch"]),
             str(own[0]["most_rows"]),
             spread([row["peak_mib"] for row in own], ".0f"),
             "-" if gradient is None else f"{gradient:.1e}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return setting + shared.markdown(head, lines)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Samples per second with their spread, and the losses of stock and balanced."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure, (bars, curves) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, ((bars, curves),) = shared.figure_of(1, 2, (11, 4))
     for place, mode in enumerate(modes):
         values = [row["samples_per_cpu_second"] for row in rows if row["mode"] == mode]
         middle = statistics.median(values)
         error = [[middle - min(values)], [max(values) - middle]]
         bars.barh(place, middle, xerr=error, color="tab:green" if mode == "balanced" else "tab:gray", capsize=3)
+    shared.tidy(bars, xlabel="samples per second of processor time")
     bars.set_yticks(range(len(modes)), modes)
     bars.invert_yaxis()
-    bars.set_xlabel("samples per second of processor time")
     for mode, style in (("stock", "-"), ("balanced", "o")):
         losses = next((row["losses"] for row in rows if row["mode"] == mode), [])
         curves.plot(range(1, len(losses) + 1), losses, style, label=mode, fillstyle="none")
-    curves.set_xlabel("optimizer step")
-    curves.set_ylabel("logged loss")
-    curves.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=(1, 2, 5, 10)))
-    curves.yaxis.set_major_formatter("{x:g}")
+    shared.tidy(curves, steps=True, xlabel="optimizer step", ylabel="logged loss")
     curves.legend(frameon=False)
-    for panel, axis in ((bars, "x"), (curves, "both")):
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis=axis, color="0.92")
-        panel.set_axisbelow(True)
     figure.savefig(path, dpi=150)
 
 
-def main() -> int:
+def main() -> None:
     options = read_options()
     if options.cell:
-        train(options)
-        return 0
+        return train(options)
     options.output.mkdir(parents=True, exist_ok=True)
     rows = measure(options)
     text = table(rows, options)
     print(text)
-    (options.output / "table.md").write_text(text + "\n")
+    (options.output / "table.md").write_text(text)
     draw(rows, options.output / "window_speed.png")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,7 +15,6 @@ from transformers import Trainer
 
 import hf_accum_fix
 from hf_accum_fix.counting.items import Items
-from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.learning.agreement import agree
 from hf_accum_fix.learning.contract import LossContract, Reduction
@@ -25,6 +24,7 @@ from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.window.count import count_window
+from hf_accum_fix.window.host import Host
 from hf_accum_fix.window.settle import check_alike
 from tests.cli.processes import python
 from tests.logged import Said
@@ -412,14 +412,14 @@ def _rank(reduced: list[float], contract: LossContract | None = None) -> Session
 def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the loss is still to be observed, and later."""
     contract = LossContract(Reduction.MEAN, Items(("labels",)))
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 1), *said])
+    monkeypatch.setattr(Host, "gather", lambda _, said: [(None, 1), *said])
     for reduction in (contract, LossContract(Reduction.SUM)):
         with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
             count_window(_rank([5.0] * bool(reduction.rules) + [0.0, 1.0, 1.0] + [0.0] * 6, reduction), [])
         # At the end of the data no rank has one, and there is nothing to say.
         counts = count_window(_rank([0.0] * (9 + bool(reduction.rules)), reduction), [])
         assert counts is not None and counts.each == []
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, True, "3", False, False, None, False)), *said])
+    monkeypatch.setattr(Host, "gather", lambda _, said: [(None, (3, True, "3", False, False, None, False)), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
         check_alike(_rank([]), [], None)
     assert not agree([]).conclusive

@@ -27,7 +27,7 @@ PAGES = {
         *(f"hf_accum_fix/{room}/README.md" for room in ROOMS),
     )
 }
-TWO_SCREENS = 220
+TWO_SCREENS = 180
 
 
 def anchors(text: str) -> set[str]:

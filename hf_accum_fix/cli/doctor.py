@@ -27,12 +27,9 @@ NEWEST: Final = max(map(Version, TESTED_RELEASES))
 OLDEST: Final = min(Version(defect.since) for defect in DEFECTS)
 """The releases whose source was read; others are unknown."""
 
-_COMMON: Final = {
-    "gradient-divided-twice": "1/8x",
-    "head-drops-item-count": "8x",
-    "undivided-gradient-right-log": "8x",
-    "loss-times-steps": "8x",
-}
+_COMMON: Final = {"gradient-divided-twice": "1/8x"} | dict.fromkeys(
+    ("head-drops-item-count", "undivided-gradient-right-log", "loss-times-steps"), "8x"
+)
 """Defects that affect many models, and the gradient at 8 micro-batches; the first one hides the later ones."""
 
 _RUN: Final = "run: hf-accum-fix run COMMAND"
@@ -61,7 +58,7 @@ exit code:
 """
 
 
-class Verdict(IntEnum):
+class Answer(IntEnum):
     """The answer, as an exit code."""
 
     CLEAN = 0
@@ -74,7 +71,7 @@ class Diagnosis:
     """The content of every form: the report, the answer, and why; ``broken``: why the Trainer cannot be imported."""
 
     report: Report
-    verdict: Verdict
+    verdict: Answer
     reason: str
     broken: str | None = None
 
@@ -84,10 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "verify this model on made-up samples instead: a class of transformers, or a checkpoint's, built small"
     parser.add_argument("--model", metavar="CLASS|FOLDER", help=about)
     form = parser.add_mutually_exclusive_group()
-    for flag, function, about in (
-        ("--verbose", to_verbose, "every defect of the release"),
-        ("--json", to_json, "as JSON"),
-    ):
+    for flag, function, about in (("--verbose", to_verbose, "the release's defects"), ("--json", to_json, "as JSON")):
         form.add_argument(flag, action="store_const", const=function, dest="form", help=about)
     parser.set_defaults(form=to_text)
 
@@ -104,7 +98,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return diagnosis.verdict
     if (broken := _import_trainer()) is not None:
         write(f"could not tell: {TRAINER_MODULE} cannot be imported: {broken}\n")
-        return Verdict.COULD_NOT_TELL
+        return Answer.COULD_NOT_TELL
     from hf_accum_fix.cli.made_up import verified
 
     report = verified(arguments.model)
@@ -122,10 +116,10 @@ def diagnose() -> Diagnosis:
         broken = _import_trainer()
         report = hf_accum_fix.report()
     verdict, reason = judge(report)
-    if verdict is Verdict.DEFECTS and TRAINER_MODULE not in sys.modules:
+    if verdict is Answer.DEFECTS and TRAINER_MODULE not in sys.modules:
         broken = broken or _import_elsewhere()
     if broken is not None:
-        verdict, reason = Verdict.COULD_NOT_TELL, f"{TRAINER_MODULE} cannot be imported: {broken}"
+        verdict, reason = Answer.COULD_NOT_TELL, f"{TRAINER_MODULE} cannot be imported: {broken}"
     return Diagnosis(report, verdict, reason, broken)
 
 
@@ -145,22 +139,22 @@ def _import_elsewhere() -> str | None:
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no error message"])[-1]
 
 
-def judge(report: Report) -> tuple[Verdict, str]:
+def judge(report: Report) -> tuple[Answer, str]:
     """The verdict on a report, and the reason for it. Pure."""
     installed = report.environment.transformers
     release = parsed(installed)
     if release is None:
         found = "not installed" if installed is None else f"of no release: {installed!r}"
-        return Verdict.COULD_NOT_TELL, f"transformers is {found}"
+        return Answer.COULD_NOT_TELL, f"transformers is {found}"
     present, is_read = report.present, report.environment.read is not None
     if release.is_prerelease and not is_read:
-        return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release and may differ from the release"
+        return Answer.COULD_NOT_TELL, f"transformers {release} is a pre-release and may differ from the release"
     if not OLDEST <= Version(release.base_version) <= NEWEST and not is_read:
-        return Verdict.COULD_NOT_TELL, f"defects are known of {OLDEST} to {NEWEST}, not of transformers {release}"
+        return Answer.COULD_NOT_TELL, f"defects are known of {OLDEST} to {NEWEST}, not of transformers {release}"
     if not present:
         if is_read:
-            return Verdict.COULD_NOT_TELL, f"the code of transformers {release} has the lines of no known defect"
-        return Verdict.CLEAN, f"transformers {release} has no known defect"
+            return Answer.COULD_NOT_TELL, f"the code of transformers {release} has the lines of no known defect"
+        return Answer.CLEAN, f"transformers {release} has no known defect"
     defects = f"transformers {release} has {len(present)} defects"
     if is_read:
         known = sum(decision.defect.until is None for decision in report.plan.decisions)
@@ -168,11 +162,11 @@ def judge(report: Report) -> tuple[Verdict, str]:
         defects = f"{part} defects of {NEWEST} are still in the code of transformers {release}"
     if _is_on(report):
         if report.plan.untested is not None:
-            return Verdict.COULD_NOT_TELL, f"{defects}; the patch is on, but {report.plan.untested}"
+            return Answer.COULD_NOT_TELL, f"{defects}; the patch is on, but {report.plan.untested}"
         rest = len(present) - len(report.plan.fixed)
         but = f", all but {rest} (marked: not fixed)" if rest else ""
-        return Verdict.CLEAN, f"{defects}, fixed in this process{but}"
-    return Verdict.DEFECTS, f"{defects}, not fixed in this process ({report.state})"
+        return Answer.CLEAN, f"{defects}, fixed in this process{but}"
+    return Answer.DEFECTS, f"{defects}, not fixed in this process ({report.state})"
 
 
 def _is_on(report: Report) -> bool:
@@ -183,11 +177,11 @@ def _answer(diagnosis: Diagnosis) -> list[str]:
     """The answer, and what to do, a line each."""
     report, verdict = diagnosis.report, diagnosis.verdict
     about = f"transformers {report.environment.transformers or '(not installed)'}"
-    if verdict is Verdict.COULD_NOT_TELL and not diagnosis.broken and _is_on(report):
+    if verdict is Answer.COULD_NOT_TELL and not diagnosis.broken and _is_on(report):
         return [f"{about}: the patch is on and fits, but this release is not in our tests", _CHECK]
-    if verdict is Verdict.COULD_NOT_TELL:
+    if verdict is Answer.COULD_NOT_TELL:
         return [f"{about}: could not tell"]
-    if verdict is Verdict.CLEAN:
+    if verdict is Answer.CLEAN:
         present = len(report.present)
         on = f"the patch is on and fixes {len(report.plan.fixed)} of {present} defects"
         return [f"{about}: fine, {on if present else 'no known defect'}"]
@@ -199,12 +193,8 @@ def _answer(diagnosis: Diagnosis) -> list[str]:
 
 def to_json(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, with `Report.to_dict()`."""
-    found = {
-        "answer": "; ".join(_answer(diagnosis)),
-        "verdict": diagnosis.verdict.name.lower(),
-        "reason": diagnosis.reason,
-    }
-    details = {**diagnosis.report.to_dict(), "limits": [asdict(LIMIT)]}
+    found = {"answer": "; ".join(_answer(diagnosis)), "verdict": diagnosis.verdict.name.lower()}
+    details = {"reason": diagnosis.reason, **diagnosis.report.to_dict(), "limits": [asdict(LIMIT)]}
     details["engine_defects"] = [{"installed": release, **asdict(row)} for release, row in installed_engine_defects()]
     return json.dumps({**found, **details}, indent=2)
 
@@ -217,7 +207,7 @@ def to_text(diagnosis: Diagnosis) -> str:
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
-    layouts = report.present if diagnosis.verdict is Verdict.DEFECTS else []
+    layouts = report.present if diagnosis.verdict is Answer.DEFECTS else []
     for defect in (decision.defect for decision in layouts if Factor.SHARERS in decision.defect.factors):
         lines.append(f"sequence parallelism, gradient x {defect.gradient}: hf-accum-fix explain {defect.name}")
     lines.append(f"in every release ({LIMIT.owner}): hf-accum-fix explain {LIMIT.name}")

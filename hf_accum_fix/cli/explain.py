@@ -70,9 +70,6 @@ def explanation(row: Row) -> str:
             "obsolete": f"when {row.goes_when}",
         }
     lines = [line for name, fact in facts.items() if fact for line in wrapped(f"{name:10}  {fact}", hang=12)]
-    lines += [
-        f"{name:10}  {link}" for name, link in zip(("reported", *[""] * len(row.source)), row.source, strict=False)
-    ]
-    return "\n".join(
-        [row.name, *wrapped(row.summary, hang=0), "", *lines, *(["", LEGEND] if isinstance(row, Defect) else [])]
-    )
+    lines += [f"{'' if place else 'reported':10}  {link}" for place, link in enumerate(row.source)]
+    legend = ["", LEGEND] if isinstance(row, Defect) else []
+    return "\n".join([row.name, *wrapped(row.summary, hang=0), "", *lines, *legend])

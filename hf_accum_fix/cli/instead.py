@@ -37,25 +37,17 @@ _PAUSE: Final = 0.05
 
 @dataclass(frozen=True)
 class Request:
-    """What to verify, and where to write what.
+    """What to verify, and where to write what; the files are absolute, None where not asked for."""
 
-    Attributes:
-        folder: for the answer; while it exists, the command waits.
-        asked_by: the process of the command.
-        splits, windows, step: arguments of `hf_accum_fix.verify`.
-        json, plot, save: files for the report, its picture and the proof, absolute; None: not asked for.
-        against: the proof to hold the trainer against, instead; None: verify.
-    """
-
-    folder: str
-    asked_by: int
-    splits: list[tuple[int, int]] | None
+    folder: str  # for the answer; while it exists, the command waits
+    asked_by: int  # the process of the command
+    splits: list[tuple[int, int]] | None  # with windows and step: arguments of `hf_accum_fix.verify`
     windows: int
     step: int
     json: str | None = None
     plot: str | None = None
     save: str | None = None
-    against: str | None = None
+    against: str | None = None  # the proof to hold the trainer against, instead
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment in which a script verifies instead of training, with a temporary folder of its own."""

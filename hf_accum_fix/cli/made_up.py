@@ -109,17 +109,9 @@ def _text_config(config: Any) -> Any:
 
 
 def _trainer(model: Any, folder: str) -> Any:
-    arguments = transformers.TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=8,
-        max_steps=1,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
+    size: Any = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 1, "use_cpu": True}
+    quiet: Any = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
+    arguments = transformers.TrainingArguments(folder, **size, **quiet, remove_unused_columns=False)
     samples = [_sample(model, place, length) for place, length in enumerate(_LENGTHS)]
     return transformers.Trainer(model=model, args=arguments, train_dataset=samples, data_collator=_batch)
 

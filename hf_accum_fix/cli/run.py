@@ -57,9 +57,8 @@ _FLAG: Final = re.compile(r"-[^-EIScmWX]*([EIScmWX])")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     parser.usage = "%(prog)s [-h] [--require] [options of apply()] CMD ..."
-    parser.add_argument(
-        "--require", action="store_true", help="fail if no process of the command applied the patch (exit code 3)"
-    )
+    about = "fail if no process of the command applied the patch (exit code 3)"
+    parser.add_argument("--require", action="store_true", help=about)
     for option in on_the_command_line():
         flag, default = f"--{option.name.replace('_', '-')}", option.default
         settings: dict[str, Any] = {"help": option.metadata["help"], "default": default}

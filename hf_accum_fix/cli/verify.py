@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,13 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _splits(text: str) -> list[tuple[int, int]]:
-    try:
-        pairs = [tuple(map(int, pair.split("x"))) for pair in text.split(",")]
-    except ValueError:
-        pairs = []
-    if not pairs or any(len(pair) != 2 for pair in pairs):
+    pairs = [re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", pair) for pair in text.split(",")]
+    if None in pairs:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected pairs such as 4x2,1x8")
-    return [(pair[0], pair[1]) for pair in pairs]
+    return [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -140,12 +138,10 @@ def _check_files(arguments: argparse.Namespace) -> None:
             raise OptionsError(f"got {path}, which {what}; expected a writable file; name another path")
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise OptionsError("got --plot without matplotlib; expected it installed; pip install matplotlib")
-    if arguments.against is not None and not arguments.against.is_file():
-        raise OptionsError(
-            f"got --against {arguments.against}, which is no file; expected a proof; make one with --save"
-        )
+    if (against := arguments.against) is not None and not against.is_file():
+        raise OptionsError(f"got --against {against}, which is no file; expected a proof; make one with --save")
     asked = (arguments.plot, arguments.splits, arguments.windows, arguments.step)
-    if arguments.against is not None and asked != (None, None, 1, 0):
+    if against is not None and asked != (None, None, 1, 0):
         raise OptionsError(
             "got --against with --splits, --windows, --step or --plot; expected it alone: the script's own split and "
             "first step are run; omit them"

@@ -20,13 +20,8 @@ read or compared.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``watch``."""
-    parser.add_argument(
-        "logs",
-        nargs="+",
-        type=Path,
-        metavar="LOGS",
-        help="a folder of logs (trainer_state.json, *.jsonl, *.csv, consoles), or one such file",
-    )
+    about = "a folder of logs (trainer_state.json, *.jsonl, *.csv, consoles), or one such file"
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOGS", help=about)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -226,6 +226,11 @@ def count_by_rules(
     return each, totals
 
 
+def as_weight(count: Tensor, dtype: torch.dtype) -> Tensor:
+    """A count in the precision of a loss's weights: float64 of a loss in float64, else float32."""
+    return count if dtype is torch.float64 else count.float()
+
+
 def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tensor:
     """``n_mean = N / (G * W)``, 0-dim; N is at least 1, so that a loss over no items stays zero."""
     return total.clamp(min=1) / (micro_batches * world_size)

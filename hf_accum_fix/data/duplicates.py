@@ -58,7 +58,7 @@ class LastRound:
         return min(max(self.samples - self.rank * self.rows, 0), self.rows)
 
 
-class Counted(wrapt.ObjectProxy):  # type: ignore[type-arg]
+class CountedSamples(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A stream that counts the samples of its last pass."""
 
     def __init__(self, stream: Any) -> None:
@@ -99,8 +99,8 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
             require(STREAM_SHARD, shard, "object")
         elif (sampler := _batch_sampler_shard(loader)) is not None:
             require(BATCH_SHARD, sampler, "object")
-        if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, Counted):
-            shard.dataset = Counted(shard.dataset)
+        if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, CountedSamples):
+            shard.dataset = CountedSamples(shard.dataset)
 
     def around(self, loader: Any) -> WithoutDuplicates:
         """The same for another loader: the rest of a resumed epoch."""

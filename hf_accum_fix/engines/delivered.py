@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor, nn
 
-from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
+from hf_accum_fix.engines.engine import check_engine_adds, is_deepspeed, narrow_leaves
 from hf_accum_fix.engines.precision import WindowGradient, rounding_words
 from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.engines.reached import Reached
@@ -29,9 +29,16 @@ class Delivery:
     def __init__(self, options: Options) -> None:
         self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached(options.prove_every)
 
-    @contextmanager
-    def micro_batch(self, host: Training, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
+    def micro_batch(
+        self, host: Training, model: nn.Module, micro_batches: int, begun: int
+    ) -> AbstractContextManager[None]:
         """Around micro-batch number ``begun``: add gradients in the chosen dtype; warn once of what 16 bits lose."""
+        if self.gradient.idle and self.reached.idle and not is_deepspeed(host.accelerator):
+            return nullcontext()
+        return self._watched(host, model, micro_batches, begun)
+
+    @contextmanager
+    def _watched(self, host: Training, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
         first, last, gradient = begun == 1, begun >= micro_batches, self.gradient
         if first and not last and (found := check_engine_adds(host.accelerator, host.options.accumulate_in)):
             host.warn_inexact("16 bits", found)
@@ -52,7 +59,7 @@ class Delivery:
 
         ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
         """
-        if (verdict := self.reached.close(host, times)) is None:
+        if self.reached.idle or (verdict := self.reached.close(host, times)) is None:
             return
         host.note(**self.reached.facts())
         where = f"{host.head}: {host.where}"

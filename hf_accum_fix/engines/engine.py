@@ -38,11 +38,11 @@ def is_being_made(accelerator: AcceleratorLike | None) -> bool:
 
 def engine_divisor(accelerator: AcceleratorLike | None, *, scale_wrt_gas: bool | None = None, **_: Any) -> int:
     """The number that the engine divides a loss by; the keyword arguments are those of its ``backward``."""
-    if accelerator is None or (is_deepspeed(accelerator) and scale_wrt_gas is False):
-        return 1
     if not is_deepspeed(accelerator):
-        return int(accelerator.gradient_accumulation_steps)
-    return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
+        return 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
+    return (
+        1 if scale_wrt_gas is False else int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
+    )
 
 
 def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:

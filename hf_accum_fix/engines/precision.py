@@ -140,7 +140,7 @@ class WindowGradient:
     def __init__(self, accumulate_in: str) -> None:
         self.lost: float | None = None
         self.matters = False
-        #: None: the estimate is done.
+        self.idle = False  # the estimate is done, and autograd adds
         self._sum_type: Any = _SUMS[accumulate_in]
         #: Those whose ``.grad`` is moved to a sum.
         self._leaves: dict[Tensor, Leaf] = {}
@@ -157,7 +157,7 @@ class WindowGradient:
         """
         if first:
             self.drop()
-        if (first and last) or self._sum_type is None:
+        if (first and last) or self.idle:
             yield
             return
         self._begun += 1
@@ -181,7 +181,7 @@ class WindowGradient:
                 return
             if estimates:
                 # Without sums nothing has 16 bits: no later window looks for it again.
-                self._sum_type = None
+                self.idle = True
             if estimates and self._sums:
                 self.lost, self.matters = _rounding_error(self._sums)
             self.finish()

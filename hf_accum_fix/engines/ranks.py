@@ -45,6 +45,7 @@ class World:
     data_ranks: int  # W, data-parallel ranks
     shards: bool  # the ranks meet in every micro-batch, not only in the last one of a window
     device: torch.device  # of counts
+    cuts_samples: bool = False  # several ranks hold a part of each sample
     #: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     over_ranks: float | None = None
 
@@ -65,10 +66,6 @@ class Training(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model, but for DDP."""
-
-    @property
-    def cuts_samples(self) -> bool:
-        """Whether several ranks hold a part of each sample."""
 
     @property
     def rounds_products(self) -> bool:

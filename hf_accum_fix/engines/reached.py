@@ -43,7 +43,7 @@ _NUMBERS: Final = 7
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Delivered:
     """Of one window, the same on every rank but for its words.
 
     Attributes:
@@ -72,13 +72,15 @@ class Reached:
 
     Attributes:
         verdict: the last one, or the first that is wrong, for report(); None: there was none.
+        idle: no later window is checked.
     """
 
     def __init__(self, every: int = 0) -> None:
-        self.verdict: Verdict | None = None
+        self.verdict: Delivered | None = None
+        self.idle = False
         self._every, self._window, self._decided = every, 0, False
         self._watched: list[Watched] = []
-        self._found: Verdict | None = None
+        self._found: Delivered | None = None
         self._joins = self._complete = self._open = False
         self._unchosen = ""
         self._micro_batches = 0
@@ -118,7 +120,7 @@ class Reached:
         due = not self._decided or (self._every > 0 and (self._window - 1) % self._every == 0)
         try:
             if due and (why := unsuitable(ranks)):
-                self._found = Verdict(f"not checked: {why}")
+                self._found = Delivered(f"not checked: {why}")
             elif due:
                 self._watched = choose(ranks.accelerator, model)
                 # FSDP2 makes its whole parameters in the first forward.
@@ -131,7 +133,7 @@ class Reached:
         if self._found is None:
             self._found = self._judge(ranks, 1.0)
 
-    def close(self, ranks: Training, times: Tensor | float | None) -> Verdict | None:
+    def close(self, ranks: Training, times: Tensor | float | None) -> Delivered | None:
         """The verdict on a window that ended; None: there is none. A collective in a window that is checked.
 
         ``times``: what the gradient was multiplied by after the last micro-batch; None: nothing.
@@ -146,15 +148,16 @@ class Reached:
         if verdict is not None:
             self.verdict = self.verdict if self.verdict is not None and self.verdict.wrong else verdict
             self._decided = self._decided or verdict.final or self._window >= ATTEMPTS
+            self.idle = self._decided and not self._every
         return verdict
 
-    def _judge(self, ranks: Training, times: float) -> Verdict:
+    def _judge(self, ranks: Training, times: float) -> Delivered:
         try:
             narrow = reduced_in(ranks.accelerator, self._model) if ranks.world.data_ranks > 1 else []
             found = judge(ranks, self._watched, times, self._micro_batches, narrow)
             return replace(found, words=f"not checked: {self._unchosen}") if self._unchosen else found
         except Exception as error:
-            return Verdict(f"not checked: {type(error).__name__}: {error}")
+            return Delivered(f"not checked: {type(error).__name__}: {error}")
 
     def facts(self) -> dict[str, Any]:
         """Entries of a report."""
@@ -181,7 +184,7 @@ def unsuitable(ranks: Training) -> str:
 
 
 @torch.no_grad()
-def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Verdict:
+def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Delivered:
     """Compare what was delivered on all ranks with what is used on this one: two collectives.
 
     Args:
@@ -200,7 +203,7 @@ def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int,
         sent = torch.cat([head, *map(torch.atleast_1d, [*delivered, *sizes])])
         summed = ranks.summed(pad(sent, (0, 2 + ELEMENTS + PARAMETERS - len(sent))))
         if summed[0] ** 2 != summed[1] * ranks.world.size:
-            return Verdict(f"not checked: {_OTHERS}", final=False)
+            return Delivered(f"not checked: {_OTHERS}", final=False)
         # Of sequence-parallel ranks an engine may not take the mean.
         mean = summed[2 : len(sent)] / (ranks.world.data_ranks * (ranks.world.over_ranks or 1.0))
         both = torch.split(mean, [*(each.numel for each in watched), *[1] * len(watched)])
@@ -219,12 +222,12 @@ def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int,
     reduced = max(map(_epsilon, narrow), default=0.0)
     differences, norms, errors = list[Difference](), 0.0, 0.0
     if any(failed for *_, failed in table):
-        return Verdict(f"not checked: {_FAILED}", final=False)
+        return Delivered(f"not checked: {_FAILED}", final=False)
     for each, (error, dot, norm, size, epsilon, inside, _) in zip(watched, table[1:], strict=False):
         if not math.isfinite(norm):
-            return Verdict("not checked: the gradient is not finite", final=False)
+            return Delivered("not checked: the gradient is not finite", final=False)
         if inside and norm:
-            return Verdict(f"not checked: {_STEPS_INSIDE}")
+            return Delivered(f"not checked: {_STEPS_INSIDE}")
         if not norm:
             continue
         norms, errors = norms + norm, errors + error
@@ -244,19 +247,19 @@ def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int,
     return _verdict(differences, steps, ranks.world.data_ranks, math.sqrt(errors / norms) if norms else 0.0)
 
 
-def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float) -> Verdict:
+def _verdict(differences: Sequence[Difference], steps: int, ranks: int, error: float) -> Delivered:
     several = f"{len(differences)} parameter{'s' * (len(differences) != 1)}"
     if not differences:
-        return Verdict("not checked: the gradient is zero", final=False)
+        return Delivered("not checked: the gradient is zero", final=False)
     wrong = [each for each in differences if each.is_wrong]
     if not wrong:
-        return Verdict(f"yes, to {f'{error:.0e}' if error else 'the last bit'}, on {several}", error)
+        return Delivered(f"yes, to {f'{error:.0e}' if error else 'the last bit'}, on {several}", error)
     ratio = sum(each.ratio for each in wrong) / len(wrong)
     amount = f"{ratio:.3g} of it, off by {error:.2g}" if math.isfinite(error) else "nothing finite"
     words = f"{amount}, on {len(wrong)} of {several}"
     # A report is data for JSON.
     finite = error if math.isfinite(error) else None
-    return Verdict(f"no, {words} ({looks_like(differences, steps, ranks)})", finite, wrong=True)
+    return Delivered(f"no, {words} ({looks_like(differences, steps, ranks)})", finite, wrong=True)
 
 
 def _epsilon(name: str) -> float:

@@ -214,8 +214,6 @@ def compare_samples(host: Training, batches: Sequence[Any]) -> None:
 
 def complete_shards(host: Training, batches: Sequence[Any]) -> None:
     """Before a window of cut samples is counted: give it its labels, and find what the engine divides by."""
-    if not host.cuts_samples:
-        return
     for each in batches:
         complete_shard(each)
     if host.world.over_ranks is None:
@@ -227,6 +225,6 @@ def complete_shards(host: Training, batches: Sequence[Any]) -> None:
 def check_shift(host: Training) -> None:
     """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""
     items = None if host.contract is None else host.contract.items
-    if host.cuts_samples and items is not None and items.keys[:1] != (SHIFTED,):
+    if items is not None and items.keys[:1] != (SHIFTED,):
         words = f"{host.name} counts {items}, not the labels that were shifted before samples were cut"
         host.warn_inexact("shifts again", f"{words}; the step is reported as not exact")

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_accum_fix.counting.items import Items
 from hf_accum_fix.counting.rules import is_near
@@ -95,10 +94,6 @@ class TermSpec:
         """The rule in use; None: no rule predicts the count."""
         return next(iter(self.rules), None)
 
-    def scaled(self, count: Tensor | None) -> Tensor | None:
-        """Its count, by that of the rule in use."""
-        return count if count is None or self.ratio == 1.0 else count * self.ratio
-
     @cached_property
     def ratio(self) -> float:
         """Of the count to the rule in use."""
@@ -154,10 +149,6 @@ class LossContract:
         if counts and not isinstance(self.items, Items):
             words = f"a loss that {self.reduction.words}, with items={self.items!r}"
             raise ContractError(f"got {words}; expected items=Items(...), such as Items(('labels',))")
-
-    def as_number(self, value: Tensor) -> Tensor:
-        """A number in the dtype of the loss's weights."""
-        return value if self.dtype is torch.float64 else value.float()
 
     def by_rule(self) -> LossContract:
         """The contract where the graph hides the terms (compiled code): the loss is weighted by its rule."""
@@ -215,7 +206,7 @@ class LossContract:
         """Whether a rule predicts the count of every mean in it."""
         return all(each.rules for each in self.terms if each.how is How.MEAN)
 
-    @property
+    @cached_property
     def needs_forwards(self) -> bool:
         """Whether a term has no rule, and no correction at the end of a window, since other terms count otherwise."""
         return self.groups > 1 and not self.is_counted
@@ -234,9 +225,9 @@ class LossContract:
 
     @cached_property
     def captures(self) -> Mapping[str, bool]:
-        """What `reading.values.capture` keeps of a forward."""
-        routers = any(each.how is How.ROUTER for each in self.terms)
-        return {"values": self.groups > 1 or self.added is not None, "routers": routers}
+        """What `reading.values.capture` keeps of a forward; empty: nothing."""
+        values, routers = self.groups > 1 or self.added is not None, any(each.how is How.ROUTER for each in self.terms)
+        return {"values": values, "routers": routers} if values or routers else {}
 
     @property
     def has_router_loss(self) -> bool:
@@ -253,17 +244,17 @@ class LossContract:
         """Whether the loss of a batch is no weighted mean over its parts."""
         return self.cause is Cause.COUPLED
 
-    @property
+    @cached_property
     def by_number(self) -> bool:
         """Whether the loss divides by num_items_in_batch."""
         return self.reduction is Reduction.NUMBER
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether every split of the global batch gives the same gradient (router terms by convention)."""
         return self.is_weighed and self.conclusive and not self.doubt
 
-    @property
+    @cached_property
     def is_weighed(self) -> bool:
         """Whether it is neither averaged nor stock's, to the bit."""
         return self.reduction not in (Reduction.PLAIN, Reduction.STOCK)

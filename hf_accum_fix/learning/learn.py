@@ -162,9 +162,6 @@ def _rest(judged: Sequence[Judged], compared: Comparison) -> tuple[float | None,
     return (rests[0] if max(rests) - min(rests) <= largest else None), False
 
 
-# -------------------------------------------------------------------------------------------------- matching
-
-
 def _matched(seen: Triple, compared: Comparison) -> Iterator[tuple[Triple, int | None]]:
     """The same term in three looks, by shape and place; None: its rows, or the parts of one sum."""
     for shape in dict.fromkeys(each.shape for terms in seen for each in terms):
@@ -216,9 +213,6 @@ def _moving(its: Triple) -> list[float]:
     columns = enumerate(zip(*(each.numbers for each in first), strict=True))
     places = [at for at, of_looks in columns if not all(is_near(of_looks[0], each) for each in of_looks)]
     return [each.product(places) for each in first]
-
-
-# -------------------------------------------------------------------------------------------------- one term
 
 
 def _judge(
@@ -356,9 +350,6 @@ def _unreadable(term: Judged, compared: Comparison) -> Judged:
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
     return abs(sums[0] - sums[1] - sums[2]) <= tolerance * max(map(abs, sums))
-
-
-# ----------------------------------------------------------------------------------------------------- rules
 
 
 def rules_of(

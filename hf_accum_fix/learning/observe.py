@@ -186,8 +186,6 @@ class _Plan:
             found = replace(found, items=number_rule(self.whole.batch, self.window, self.setting))
         return found
 
-    # ------------------------------------------------------------------------------------------------- looks
-
     def _look(self, batch: Mapping[str, Any], number: float | None, seed: int = 0, *, anew: bool = True) -> Asks[Look]:
         seen = yield Ask(batch, number, seed, anew)
         if isinstance(seen, Exception):
@@ -251,8 +249,6 @@ class _Plan:
             again = yield from self._look(split.whole, looks[0].number, seed=1)
             self.draws = again.numbers != looks[0].numbers
         looks[0] = replace(looks[0], drew=bool(self.draws and looks[0].drew))
-
-    # ------------------------------------------------------------------------------------ what looks show
 
     def _needs_number(self, found: LossContract) -> bool:
         """Whether the base's loss has to get the number that a custom loss passes on.

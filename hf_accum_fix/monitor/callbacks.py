@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
-from hf_accum_fix.monitor.loss import LossCheck, LossMeter, Verdict
+from hf_accum_fix.monitor.loss import HeadReading, LossCheck, LossMeter
 from hf_accum_fix.monitor.monitor import Monitor
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, read_together
 from hf_accum_fix.monitor.series import PREFIX
@@ -166,7 +166,7 @@ class MonitorsCallback(TrainerCallback):
         if not self._norms_seen and isinstance(logs.get("grad_norm"), (int, float)):
             self._monitor.norms.update(logs["grad_norm"])
         readings = read_together(self._ranks, [self._check, self._of_trainer, *self._monitor.gathered()])
-        verdict: Verdict = readings[self._check]
+        verdict: HeadReading = readings[self._check]
         loss = readings[self._monitor.meter if verdict.is_mean else self._of_trainer]
         if not verdict.is_mean:
             loss = loss.times((loss.total.items / verdict.handed if verdict.handed else 1.0) / verdict.factor)
@@ -179,7 +179,7 @@ class MonitorsCallback(TrainerCallback):
         found |= {} if math.isnan(verdict.guess) else {"loss_of_a_guess": verdict.guess}
         logs.update((PREFIX + name, value) for name, value in found.items())
 
-    def _scaled(self, verdict: Verdict, mean: float) -> Alarm:
+    def _scaled(self, verdict: HeadReading, mean: float) -> Alarm:
         return Alarm(
             "trainer-loss-scaled",
             f"the Trainer counts a micro-batch for {verdict.factor:.3g} times its share of the loss, {mean:.4g} in "

@@ -179,7 +179,7 @@ def _like(tensor: Tensor, value: Tensor | float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HeadReading:
     """How a head's loss is reduced, the same on every rank.
 
     Attributes:
@@ -197,7 +197,7 @@ class Verdict:
     handed: float = 0.0
 
 
-class LossCheck(Gathered[Verdict]):
+class LossCheck(Gathered[HeadReading]):
     """Is the loss that a Trainer logs the mean over the items? Checked against the logits of one micro-batch a log.
 
     A head either returns the mean over its micro-batch's items or divides their sum by the number that it gets. To see
@@ -213,7 +213,7 @@ class LossCheck(Gathered[Verdict]):
         self._guesses: list[Tensor] = []
         self._numbers: Tensor | None = None
         self._classes, self._same = 0, SAME_LOSS
-        self._known = Verdict()
+        self._known = HeadReading()
 
     def forward(self, output: Any, labels: Any) -> None:
         """Take the model's outputs; in the first micro-batch after a verdict, compute its loss once more."""
@@ -261,7 +261,7 @@ class LossCheck(Gathered[Verdict]):
         self._guesses, self._numbers, self._handed, self._items = [], None, 0.0, 0.0
         return torch.tensor(row, dtype=torch.float64)
 
-    def reading(self, table: Tensor) -> Verdict:
+    def reading(self, table: Tensor) -> HeadReading:
         handed, items, voters, *votes = table.sum(0).tolist()
         if voters:
             size = len(table)
@@ -278,7 +278,7 @@ class LossCheck(Gathered[Verdict]):
             # A mean is right, whatever scale the Trainer gives it; for a share only the Trainer's number is known.
             if is_mean or (shares == 1 and named):
                 guess = math.log(classes) if classes > 1 else math.nan
-                self._known = Verdict(True, is_mean, factor if named else 1.0, guess)
+                self._known = HeadReading(True, is_mean, factor if named else 1.0, guess)
         return replace(self._known, handed=handed)
 
     def _vote(self) -> list[float]:

@@ -143,7 +143,7 @@ def _alarms(run: Run) -> Iterator[Alarm]:
 
 
 @dataclass(frozen=True)
-class Report:
+class Findings:
     """The report on some runs.
 
     Attributes:
@@ -182,7 +182,7 @@ def ratio(one: Summary, other: Summary) -> tuple[str, bool | None]:
     return words, False
 
 
-def look(runs: Sequence[Run], unread: Sequence[str] = ()) -> Report:
+def look(runs: Sequence[Run], unread: Sequence[str] = ()) -> Findings:
     """Each run in words, and compared with the first; and what is wrong with any, with which the words end.
 
     Args:
@@ -203,4 +203,4 @@ def look(runs: Sequence[Run], unread: Sequence[str] = ()) -> Report:
     observed = [words for observation, words in alarms if observation]
     lines += ["observed, which may be intended:", *(f"  {words}" for words in observed)] if observed else []
     lines += [f"{len(found)} findings" if found else "nothing wrong was found", *(f"  {words}" for words in found)]
-    return Report("\n".join([*lines, *undecided]), tuple(found), tuple(undecided))
+    return Findings("\n".join([*lines, *undecided]), tuple(found), tuple(undecided))

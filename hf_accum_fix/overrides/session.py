@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_accum_fix.counting.items import Items
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines import model as declared
+from hf_accum_fix.engines import model as of_model
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.engines.ranks import World
@@ -28,6 +28,7 @@ from hf_accum_fix.engines.sample_shards import (
     compare_samples,
     complete_shards,
     cut_whole,
+    is_cut,
 )
 from hf_accum_fix.engines.watched import has_own_hooks
 from hf_accum_fix.errors import AccumFixError, ContractError
@@ -78,7 +79,9 @@ class Session(Host):
         self.coupled, options = planned(options)
         args, ranks, shards = trainer.args, facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
         super().__init__(
-            options, World(args.process_index, args.world_size, ranks, shards, args.device), has_stock=True
+            options,
+            World(args.process_index, args.world_size, ranks, shards, args.device, is_cut(trainer.accelerator)),
+            has_stock=True,
         )
         self.name, self.trainer, self.accelerator = type(trainer).__name__, trainer, trainer.accelerator
         self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
@@ -119,12 +122,14 @@ class Session(Host):
             compare_samples(self, batches)
             for each in batches:
                 cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
-        complete_shards(self, batches)
+        if self.world.cuts_samples:
+            complete_shards(self, batches)
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is None:
             return None
-        check_shift(self)
+        if self.world.cuts_samples:
+            check_shift(self)
         if len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",
@@ -135,7 +140,9 @@ class Session(Host):
 
     def settled(self, batches: Sequence[Any]) -> LossContract:
         """How its loss is reduced, observed on the micro-batches of one window, in training or outside."""
-        settle(self, batches)
+        self.refresh(batches)
+        if self.is_due:
+            settle(self, batches)
         assert self.contract is not None
         return self.contract
 
@@ -149,7 +156,7 @@ class Session(Host):
         if self.source.owns_labels:
             labels = inputs.pop("labels", None)
             # Those of cut samples were shifted before.
-            labels = inputs.get(SHIFTED, labels) if self.cuts_samples else labels
+            labels = inputs.get(SHIFTED, labels) if self.world.cuts_samples else labels
         with own_counts(given) if self.world.size > 1 else nullcontext():
             outputs = self.model_outputs(model, inputs, number)
             if (past := getattr(trainer.args, "past_index", -1)) >= 0:
@@ -159,9 +166,9 @@ class Session(Host):
         if trainer.label_smoother is None or labels is None:
             return loss_of_outputs(outputs, inputs, model), outputs
         # By upstream's list of names, of the model without wrappers and adapters; FSDP2 makes a subclass of it.
-        classes = type(declared.adapted(self.bare(trainer.model))).__mro__
+        classes = type(of_model.adapted(self.bare(trainer.model))).__mro__
         is_causal = any(each.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for each in classes)
-        loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=is_causal and not self.cuts_samples)
+        loss: Tensor = trainer.label_smoother(outputs, labels, shift_labels=is_causal and not self.world.cuts_samples)
         # The smoothed loss uses the logits alone.
         coefficients = router_coefficients(self.bare(trainer.model))
         for name, coefficient in zip(("aux_loss", "z_loss"), coefficients, strict=True):
@@ -209,12 +216,12 @@ class Session(Host):
                 lambda inputs, number: self.loss_in_training(model, inputs, number)[0],
                 model,
                 self.world.device,
-                declared.holds_shards(model),
+                of_model.holds_shards(model),
                 self.bare(trainer.model),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
                 kept_back=lambda: self.source.kept_back,
-                hand_on=lambda: setattr(self, "requires_number", True),
+                hand_on=lambda: setattr(self.source, "requires_number", True),
             )
 
     @contextmanager
@@ -233,14 +240,15 @@ class Session(Host):
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
         trainer, given, source = self.trainer, self.options.contract, self.source
         self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
-        source.func, source.scales_itself = getattr(trainer, "compute_loss_func", None), facts_of.scales_itself(trainer)
-        source.owns_labels = source.func is not None or trainer.label_smoother is not None
-        computed_by = (accepts, source.func, trainer.label_smoother)
+        func, declared = getattr(trainer, "compute_loss_func", None), getattr(trainer, "loss_is_scaled_for_ga", None)
+        computed_by = (accepts, func, trainer.label_smoother, declared)
         if source.computed_by == computed_by:
             return
+        source.func, source.scales_itself = func, facts_of.scales_itself(trainer)
+        source.owns_labels = func is not None or trainer.label_smoother is not None
         source.computed_by, self.state.loss, self.router.form = computed_by, LossState(), None
-        source.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
-        required = source.passes_number and declared.requires_number(trainer.model_wrapped)
+        source.passes_number = accepts and of_model.takes_number(trainer.model_wrapped)
+        required = source.passes_number and of_model.requires_number(trainer.model_wrapped)
         source.requires_number = required or source.func is not None
         if given is not None and not given.by_number:
             # A head that would divide by the number returns its own mean without it.
@@ -276,7 +284,7 @@ class Session(Host):
         doubt = ""
         if any(map(has_own_hooks, self.model.parameters())):
             doubt = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
-        if not (self.cuts_samples and custom is None and type(trainer.label_smoother) is LabelSmoother):
+        if not (self.world.cuts_samples and custom is None and type(trainer.label_smoother) is LabelSmoother):
             return replace(setting, doubt=doubt)
         # One part of a sample shows no count.
         doubt = "a router loss is added to smoothed labels" if any(router_coefficients(bare)) else doubt

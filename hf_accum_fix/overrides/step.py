@@ -1,13 +1,7 @@
 """One optimizer step under the Trainer: its window is counted, its micro-batches weighted, and its gradient checked.
 
-get_batch_samples                   the window is counted over all ranks by one collective, before its first micro-batch
-training_step                       of the Trainer, around one micro-batch
-  MicroBatch.compute_loss           the trainer's loss is computed, and weighted by its graph
-    compute_loss                    of the Trainer, which a custom one may call
-      MicroBatch.base_loss          the model runs
-  MicroBatch.backward               the engine gets the weighted loss, whatever the step made of it
-  MicroBatch.end                    the window is closed after its last; the loss to log is returned
-clip, check_step                    a window whose last micro-batch was skipped is closed
+`training_step` of the Trainer runs inside ours; in it `MicroBatch.compute_loss` weights what the trainer's own returns,
+and `MicroBatch.backward` gives the engine the weighted loss, whatever the step made of it.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.overrides.trainer_facts import counts_itself
-from hf_accum_fix.reading.values import Captured, capture
+from hf_accum_fix.reading.values import Captured
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -79,8 +73,8 @@ def _number_of(session: Session, number: Any, *, is_own: bool = False) -> Any:
     window.stock_number = of_all.long() if averages and of_all is not None and not is_own else number
     custom, divides = part.contract.custom, session.source.passes_number or session.source.func is not None
     # Other ranks may not know of a number that a custom ``get_batch_samples`` has returned.
-    counts_otherwise = not several if is_own else counts_itself(trainer)
-    if divides and not custom and counts_otherwise and of_all is not None and differ(of_all, total):
+    may_count = divides and not custom and not (several and is_own)
+    if may_count and of_all is not None and differ(of_all, total) and (is_own or counts_itself(trainer)):
         own, n = float(of_all), float(total)
         words = f"counts {own:g} items of a window that has {n:g}, by which its model divides in stock"
         session.not_exact("own number", words)
@@ -133,7 +127,7 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
             session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
     micro_batch = MicroBatch(session, window, inputs)
     with (
-        capture(session.bare(trainer.model), **window.part.contract.captures) as micro_batch.captured,
+        session.capturing(window.part.contract, trainer.model) as micro_batch.captured,
         overridden(session, "base_loss", micro_batch.base_loss),
         overridden(trainer, "compute_loss", micro_batch.compute_loss),
         overridden(trainer.accelerator, "backward", micro_batch.backward),
@@ -151,7 +145,7 @@ def compute_loss(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kw
         return _base_loss(session, *args, **kwargs)
     result = wrapped(*args, **kwargs)
     loss = result[0] if isinstance(result, tuple) else result
-    if session.window is not None and not session.state.troubled and isinstance(loss, Tensor) and loss.requires_grad:
+    if session.window is not None and not session.troubled and isinstance(loss, Tensor) and loss.requires_grad:
         session.not_exact("second loss", "computes a loss with gradient outside Trainer.training_step, unweighted")
     return result
 
@@ -331,7 +325,7 @@ def _close_unfinished(session: Session) -> None:
         window.close(session.trained)
 
 
-def check_step(session: Session, optimizer: Optimizer) -> None:
+def check_step(session: Session, optimizer: Optimizer, *_: Any) -> None:
     """Refuse an optimizer step without a micro-batch that came through its wrapped step, before it is taken.
 
     Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
@@ -351,7 +345,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
     if window is not None and (window.value is not None or not window.batches):
         _close_unfinished(session)
     elif (
-        not session.state.troubled
+        not session.troubled
         and session.steps * session.world.size > 1
         and any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
     ):

@@ -47,7 +47,7 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
             for holder, name, replacement in _replacements(session):
                 stack.enter_context(overridden(holder, name, partial(replacement, session, getattr(holder, name))))
             # torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it.
-            stack.enter_context(register_optimizer_step_pre_hook(lambda each, *_: check_step(session, each)))
+            stack.enter_context(register_optimizer_step_pre_hook(partial(check_step, session)))
             result = wrapped(*args, **kwargs)
     finally:
         TRAINING.remove(session)

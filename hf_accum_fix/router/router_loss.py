@@ -304,7 +304,7 @@ class RouterLoss:
 
     def settle(self, numbers: Tensor, micro_batches: int, world_size: int) -> None:
         """Set F and the denominators from the sum over ranks of what `count` returned."""
-        if not len(numbers) or micro_batches * world_size == 1:
+        if micro_batches * world_size == 1:
             return
         assert self.form is not None
         for part in torch.split(numbers, [pool.experts + 1 for pool in self.form.pools]):

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from hf_accum_fix.counting.items import as_weight
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import BY_DESIGN, StandAsideError
 from hf_accum_fix.learning.look import errors_of_forward, is_of_forward
-from hf_accum_fix.router.router_loss import Convention, Form, RouterLoss, one_form
+from hf_accum_fix.router.router_loss import Form, RouterLoss, one_form
 
 Value = TypeVar("Value")
 
@@ -28,8 +29,6 @@ def count_routing(
         StandAsideError: recognising it failed on a rank, so that all train as stock.
     """
     contract, device = host.contract, host.world.device
-    if router.convention is Convention.MEAN:
-        return router.nothing(device), error
     assert contract is not None
     if router.runs_forwards and host.world.shards:
         lengths = host.all_of(len(batches), error)
@@ -66,7 +65,7 @@ def _by_forwards(
         return instead, error
     try:
         with host.run_counting(batches) as run:
-            passed = None if host.contract is None else host.contract.as_number(host.zero + 1)
+            passed = None if host.contract is None else as_weight(host.zero + 1, host.contract.dtype)
 
             def forward(inputs: Any) -> Tensor:
                 with errors_of_forward():

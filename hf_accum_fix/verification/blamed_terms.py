@@ -25,17 +25,11 @@ Lines = tuple[str, ...]
 
 
 class TermShare(NamedTuple):
-    """The part in one micro-batch of a term, or of all terms of the same lines.
+    """The part in one micro-batch of a term, or of all terms of the same lines."""
 
-    Attributes:
-        lines: those that make it; empty: torch's own alone.
-        scale: the product of its factors, times the micro-batch's weight; None: several terms, or none can be read.
-        gradient: of these terms alone, in one vector.
-    """
-
-    lines: Lines
-    scale: float | None
-    gradient: Tensor
+    lines: Lines  # those that make it; empty: torch's own alone
+    scale: float | None  # product of its factors, times the micro-batch's weight; None: several terms, or unreadable
+    gradient: Tensor  # of these terms alone, in one vector
 
 
 def shares(loss: Tensor, weight: float, gradient: Callable[[], Tensor]) -> list[TermShare]:

@@ -21,7 +21,7 @@ from hf_accum_fix.verification.copies import plugins_copied
 from hf_accum_fix.verification.dry_run import DryRun, dry_run
 from hf_accum_fix.verification.explanation import NEAR, explain, rounding
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, relative, take
-from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Split, out_of_memory
+from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, SceneSplit, out_of_memory
 from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell
 from hf_accum_fix.verification.restore import in_mode
 
@@ -31,7 +31,7 @@ _LOST: Final = "epoch-tail-not-trained"
 
 
 def compare(
-    trainer: TrainerLike, split: Split, reference: Reference, window: int, mode: str, options: Options, step: int
+    trainer: TrainerLike, split: SceneSplit, reference: Reference, window: int, mode: str, options: Options, step: int
 ) -> SplitResult:
     """Run a split in one mode, and judge its gradient; the result is the same on every rank."""
     blank = SplitResult(mode, split.per_device, split.steps, split.count, window, could_not_tell("not run"))
@@ -60,7 +60,7 @@ def _obstacle(error: Exception, mode: str, *, own: bool, sharded: bool) -> str:
     return f"this micro-batch cannot be run: {error}" if known or sharded or out_of_memory(error) else ""
 
 
-def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun) -> SplitResult:
+def _judged(blank: SplitResult, split: SceneSplit, reference: Reference, run: DryRun) -> SplitResult:
     count, tolerance, scene = split.count, reference.tolerance, split.scene
     lost = run.steps_run < count and is_present(_LOST, transformers.__version__)
     if run.gradient is None:
@@ -127,7 +127,7 @@ def _off(error: float, words: str) -> Verdict:
     return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}")
 
 
-def _rounded_off(split: Split, gradient: Gradient) -> float | None:
+def _rounded_off(split: SceneSplit, gradient: Gradient) -> float | None:
     """The relative loss of summing micro-batches in 16 bits; None: less than one unit in the last place.
 
     The same micro-batches are summed in 32 bits, so that the noise of 16-bit forwards is in both and hides nothing.

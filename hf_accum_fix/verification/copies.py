@@ -26,21 +26,10 @@ from hf_accum_fix.verification.projection import named
 PROOF: Final = "; hf-accum-fix verify --save proof.json in one process, then --against here"
 #: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
-    "max_grad_norm": 0.0,
-    "logging_strategy": "no",
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "evaluation_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "auto_find_batch_size": False,
-    "resume_from_checkpoint": None,
-    "ignore_data_skip": False,
-    "neftune_noise_alpha": None,
-    "debug": [],
-    "optim": "adamw_torch",
-    "past_index": -1,
+    **dict.fromkeys(("logging_strategy", "save_strategy", "eval_strategy", "evaluation_strategy"), "no"),
+    **dict.fromkeys(("eval_on_start", "load_best_model_at_end", "push_to_hub", "ignore_data_skip"), False),
+    **dict.fromkeys(("resume_from_checkpoint", "neftune_noise_alpha")),
+    **{"auto_find_batch_size": False, "max_grad_norm": 0.0, "debug": [], "optim": "adamw_torch", "past_index": -1},
 }
 
 
@@ -140,7 +129,7 @@ def plugins_copied(trainer: TrainerLike, size: int = 0, steps: int = 0) -> Itera
 # --- the gradient where the optimizer steps ---------------------------------------------------------------------------
 
 
-class Reached(BaseException):
+class StepReached(BaseException):
     """The optimizer was about to step; no `Exception`, which code on the way may catch."""
 
 

@@ -19,29 +19,22 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.copies import AtTheStep, copied_model, copy_for_split, gradients_of, nothing
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.projection import projections_of
-from hf_accum_fix.verification.reference import Split
+from hf_accum_fix.verification.reference import SceneSplit
 
 #: The attribute of a trainer with the model as the loop has wrapped it.
 _WRAPPED: Final = "_hf_accum_fix_wrapped"
 
 
 class DryRun(NamedTuple):
-    """The result of one optimizer step that was not taken.
+    """The result of one optimizer step that was not taken."""
 
-    Attributes:
-        gradient: at the optimizer step; None: the step was not called.
-        loss: the loss that this rank would log.
-        steps_run: number of micro-batches trained.
-        convention: of the load-balancing loss in training.
-    """
-
-    gradient: list[Tensor | None] | None
-    loss: float
-    steps_run: int
-    convention: Convention
+    gradient: list[Tensor | None] | None  # at the optimizer step; None: the step was not called
+    loss: float  # that this rank would log
+    steps_run: int  # micro-batches trained
+    convention: Convention  # of the load-balancing loss in training
 
 
-def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
+def dry_run(trainer: TrainerLike, split: SceneSplit, step: int = 0) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
     For a later step, run the window twice, so that code that counts its own calls is past its first window. The model

@@ -15,7 +15,7 @@ from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.upstream.defects import DEFECTS, Factor
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, dots, fit, relative
-from hf_accum_fix.verification.reference import WIDEST, Reference, Split
+from hf_accum_fix.verification.reference import WIDEST, Reference, SceneSplit
 
 _ANY_HEAD: Final = "head-drops-item-count"
 _MEANS: Final = "mean-of-micro-batch-means"
@@ -38,7 +38,7 @@ _ABOUT: Final = {
 }
 
 
-class Cause(NamedTuple):
+class Explanation(NamedTuple):
     """The cause of a wrong gradient, and the defects of the installed release that are."""
 
     words: str
@@ -46,17 +46,11 @@ class Cause(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Of a split and the trainer that ran it.
+    """Of a split and the trainer that ran it."""
 
-    Attributes:
-        factors: values of the measurable factors, the simplest first, without those of 1.
-        traits: words of `_CONDITIONS` that hold for the trainer, its model and its data.
-        precision: relative difference within which a factor is recognised.
-    """
-
-    factors: Mapping[Factor, float]
-    traits: frozenset[str]
-    precision: float
+    factors: Mapping[Factor, float]  # values of the measurable factors, the simplest first, without those of 1
+    traits: frozenset[str]  # words of `_CONDITIONS` that hold for the trainer, its model and its data
+    precision: float  # relative difference within which a factor is recognised
 
     def symbols(self, factor: float) -> list[Factor]:
         """The factors with this value; on several ranks those of this release's defects first."""
@@ -70,7 +64,9 @@ class _Facts(NamedTuple):
         return all((word[1:] not in known) if word.startswith("-") else (word in known) for word in condition.split())
 
 
-def explain(split: Split, reference: Reference, gradient: Gradient, router: Gradient | None, logged: float) -> Cause:
+def explain(
+    split: SceneSplit, reference: Reference, gradient: Gradient, router: Gradient | None, logged: float
+) -> Explanation:
     """Try the possible causes, the cheap ones first.
 
     Args:
@@ -82,10 +78,10 @@ def explain(split: Split, reference: Reference, gradient: Gradient, router: Grad
     """
     if not torch.isfinite(dots(gradient)).all():
         if not all(split.items()):
-            return Cause("not finite, as a micro-batch has no target", ("window-without-items-is-nan",))
-        return Cause("not finite, an overflow")
+            return Explanation("not finite, as a micro-batch has no target", ("window-without-items-is-nan",))
+        return Explanation("not finite, an overflow")
     if router is None and split.narrow and relative(gradient, split.averaged(split.parts())) <= reference.tolerance:
-        return Cause(rounding(split))
+        return Explanation(rounding(split))
     precision = min(max(NEAR * reference.tolerance, _NEAREST), WIDEST)
     facts = _facts(split, logged, precision)
     inherent = _inherent(split, reference)
@@ -95,17 +91,17 @@ def explain(split: Split, reference: Reference, gradient: Gradient, router: Grad
             if not name:
                 return _of_router(factor, aux[0], facts) if aux else _of_factor(factor, facts)
             cause = _of_means(name, factor, facts)
-            return Cause(f"{cause.words}; {inherent}", cause.defects) if inherent and name == _MEANS else cause
-    return Cause(inherent or "no known cause")
+            return Explanation(f"{cause.words}; {inherent}", cause.defects) if inherent and name == _MEANS else cause
+    return Explanation(inherent or "no known cause")
 
 
-def rounding(split: Split) -> str:
+def rounding(split: SceneSplit) -> str:
     """The cause of a difference from the same micro-batches, summed in 32 bits."""
     named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in split.narrow))
     return f"rounding, by summing micro-batches in {named}; set accumulate_in='float32' or 'compensated'"
 
 
-def _bases(split: Split, reference: Reference) -> Iterator[tuple[str, Gradient]]:
+def _bases(split: SceneSplit, reference: Reference) -> Iterator[tuple[str, Gradient]]:
     """Gradients of which the wrong one may be a multiple: the right one, and the means of means, by name."""
     yield "", reference.gradient
     items = split.items()
@@ -114,7 +110,7 @@ def _bases(split: Split, reference: Reference) -> Iterator[tuple[str, Gradient]]
     yield _MEANS, split.averaged([0.0 if each == 0 else 1 / split.count for each in items])
 
 
-def _inherent(split: Split, reference: Reference) -> str:
+def _inherent(split: SceneSplit, reference: Reference) -> str:
     """Why no split can equal the full batch; empty if splits can."""
     contract = split.scene.contract
     if not contract.is_weighed:
@@ -127,7 +123,7 @@ def _in_words(symbol: Factor) -> str:
     return _ABOUT.get(symbol) or (symbol.value.replace(" / ", "/") if "/" in symbol.value else f"{symbol.value} times")
 
 
-def _of_factor(factor: float, facts: _Facts) -> Cause:
+def _of_factor(factor: float, facts: _Facts) -> Explanation:
     """Explain a multiple of the right gradient: by this release's defects with this factor, whose condition holds."""
     symbols = facts.symbols(factor)
     words = _in_words(symbols[0]) if symbols else f"{factor:.4g} times"
@@ -139,30 +135,30 @@ def _of_factor(factor: float, facts: _Facts) -> Cause:
         if not set(defect.factors).isdisjoint(symbols) and name in _CONDITIONS and facts.holds(_CONDITIONS[name])
     )
     by_head = {Factor.G, Factor.G_W} & set(symbols) and facts.holds(f"{_ANY_HEAD} {_HEAD}")
-    return Cause(words, (_ANY_HEAD,) if by_head and not found else found)
+    return Explanation(words, (_ANY_HEAD,) if by_head and not found else found)
 
 
-def _of_means(name: str, factor: float, facts: _Facts) -> Cause:
+def _of_means(name: str, factor: float, facts: _Facts) -> Explanation:
     """Explain a multiple of a mean of means."""
     words, here = _MEANS_IN_WORDS[name], (name,) if name in _PRESENT else ()
     if abs(factor - 1) <= facts.precision:
-        return Cause(words, here)
+        return Explanation(words, here)
     times = _of_factor(factor, facts)
-    return Cause(f"{times.words}, and the {words}", (*times.defects, *here))
+    return Explanation(f"{times.words}, and the {words}", (*times.defects, *here))
 
 
-def _of_router(main: float, router: float, facts: _Facts) -> Cause:
+def _of_router(main: float, router: float, facts: _Facts) -> Explanation:
     """Explain a multiple of the right gradient plus a multiple of the router's gradient."""
     symbols = facts.symbols(router)
     words = f"aux loss times {_in_words(symbols[0]).removesuffix(' times') if symbols else f'{router:.4g}'}"
     named = tuple(name for name, defect in _PRESENT.items() if Factor.ROUTER in defect.factors)
     if abs(main - 1) <= facts.precision:
-        return Cause(words, named)
+        return Explanation(words, named)
     rest = _of_factor(main, facts._replace(traits=facts.traits - {"right-log"}))
-    return Cause(f"{words}, the rest {rest.words}", (*named, *rest.defects))
+    return Explanation(f"{words}, the rest {rest.words}", (*named, *rest.defects))
 
 
-def _facts(split: Split, logged: float, precision: float) -> _Facts:
+def _facts(split: SceneSplit, logged: float, precision: float) -> _Facts:
     scene, contract, items = split.scene, split.scene.contract, split.scene.count(split.scene.every)
     factors = factors_of(split.steps, data_ranks(scene.trainer), split.count)
     batches = [scene.collate([row]) for row in scene.every]

@@ -22,7 +22,7 @@ from hf_accum_fix.engines.difference import factor_in_words
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.copies import AtTheStep, Reached, engine_of, gradients_of
+from hf_accum_fix.verification.copies import AtTheStep, StepReached, engine_of, gradients_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, fingerprint, hash_of, projections_of
 from hf_accum_fix.verification.reference import MIXED, Reference, Scene
 from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell
@@ -86,9 +86,7 @@ class Proof:
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
             form, each = read.pop("format"), partial(torch.tensor, dtype=torch.float64)
-            read["gradient"] = {
-                name: each(numbers).reshape(ROWS * BUCKETS) for name, numbers in read["gradient"].items()
-            }
+            read["gradient"] = {name: each(its).reshape(ROWS * BUCKETS) for name, its in read["gradient"].items()}
             if form != _FORMAT:
                 raise ValueError(form)
             return cls(**read)
@@ -186,12 +184,12 @@ def hold_against(trainer: Any, proof: Proof) -> Against:
 
     def ends() -> None:
         reached.update(projections_of(gradients_of(trainer)))
-        raise Reached
+        raise StepReached
 
     trainer.callback_handler.callbacks = [DefaultFlowCallback(), AtTheStep(trainer, ends)]
     try:
         trainer.train()
-    except Reached:
+    except StepReached:
         return judge(proof, replace(here, gradient=reached))
     raise UnsupportedSetupError("got a training without an optimizer step; expected one; check data and max_steps")
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.counting.items import as_weight
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.model import products_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
@@ -121,7 +122,7 @@ class Scene:
             if compute_loss is None or items is None or not hands_number(compute_loss):
                 raise
         prepared = self.trainer._prepare_inputs(inputs)
-        number = self.contract.as_number(items.count(prepared))
+        number = as_weight(items.count(prepared), self.contract.dtype)
         with (
             self.trainer.accelerator.autocast(),
             self.trainer.compute_loss_context_manager(),
@@ -196,7 +197,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Split:
+class SceneSplit:
     """A split of this rank's samples: ``per_device`` samples x ``steps`` accumulation steps."""
 
     scene: Scene

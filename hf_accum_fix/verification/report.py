@@ -28,10 +28,8 @@ class Kind(IntEnum):
     COULD_NOT_TELL = 3
 
 
-#: What apply() does to the user's own split.
-_MAKES: Final = {
-    Kind.EXACT: "makes it exact", Kind.OFF: "leaves it off", Kind.COULD_NOT_TELL: "could not be run"
-}  # fmt: skip
+#: What apply() does to the user's own split, by the answer.
+_MAKES: Final = {0: "makes it exact", 1: "leaves it off", 3: "could not be run"}
 
 
 @dataclass(frozen=True)
@@ -173,17 +171,12 @@ class VerificationReport:
     def to_text(self) -> str:
         """The report as text with tables, in 80 columns."""
         about = f"{self.trainer} of {self.head} on transformers {self.transformers}, W = {self.world_size}"
-        lines = [
-            str(self.verdict),
-            *also_looked_at(self.of(self.active), self.own),
-            f"{about}: {self.active}",
-            *([f"the loss {self.contract}"] if self.contract else []),
-        ]
+        lines = [str(self.verdict), *also_looked_at(self.of(self.active), self.own), f"{about}: {self.active}"]
+        lines += [f"the loss {self.contract}"] if self.contract else []
         if self.reference:
-            batches = zip(self.samples, self.items, strict=True)
             counts = [
                 _number_of(rows, "sample") + ("" if items is None else f" with {_number_of(items, 'item')}")
-                for rows, items in batches
+                for rows, items in zip(self.samples, self.items, strict=True)
             ]
             lines.append(f"global batch: {', '.join(counts)}; reference: {self.reference}")
             lines.append(f"exact: a relative error up to {self.tolerance:.1e}; the noise is {self.floor:.1e}")

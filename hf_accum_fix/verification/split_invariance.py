@@ -30,7 +30,7 @@ _ROUNDINGS: Final = 1000
 
 
 @dataclass(frozen=True)
-class Window:
+class WholeBatch:
     """The optimizer step that a micro-batch belongs to: what a trainer knows before its first forward.
 
     Attributes:
@@ -81,14 +81,12 @@ class SplitReport:
         if not self.off:
             return f"the same gradient at {self.splits} splits, to {self.tolerance:.1e}"
         layout, error = self.off[0]
-        return "\n  ".join(
-            [
-                f"got a gradient that depends on the split: {len(self.off)} of {self.splits} splits are off, the worst "
-                f"by a relative error of {error:.2g} at micro-batches of {layout} samples; expected the full batch's "
-                "gradient; divide each term by a count of the whole window",
-                *self.words,
-            ]
+        words = (
+            f"got a gradient that depends on the split: {len(self.off)} of {self.splits} splits are off, the worst by "
+            f"a relative error of {error:.2g} at micro-batches of {layout} samples; expected the full batch's gradient;"
+            " divide each term by a count of the whole window"
         )
+        return "\n  ".join([words, *self.words])
 
 
 def split_invariance(
@@ -105,7 +103,7 @@ def split_invariance(
 
     Args:
         loss_fn: ``loss_fn(micro_batch, window)``, or ``loss_fn(micro_batch)``: the loss of one micro-batch as it is
-            handed to ``backward()``, of one element. ``window`` is a `Window`.
+            handed to ``backward()``, of one element. ``window`` is a `WholeBatch`.
         batch: tensors [B, ...] and lists of B, split along their first dimension; others are handed on whole. Gradients
             are compared for the tensors that require one (log-probabilities, values); floats become float64.
         parameters: further tensors to compare, which ``loss_fn`` uses itself.
@@ -181,7 +179,7 @@ class _Runs:
             # Copies, which a loss may write into.
             rows = {key: x.clone() if isinstance(x, Tensor) else x for key, x in self._rows(start, stop).items()}
             given = {**rows, **{key: leaf.clone() for key, leaf in leaves.items()}}
-            window = Window(dict(self._batch), of_rank, each, layout.ranks)
+            window = WholeBatch(dict(self._batch), of_rank, each, layout.ranks)
             loss = self._loss_fn(given, window) if self._takes_window else self._loss_fn(given)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -32,7 +32,7 @@ from hf_accum_fix.verification.copies import (
 )
 from hf_accum_fix.verification.projection import BUCKETS, ROWS
 from hf_accum_fix.verification.proof import limit_across, proof_of
-from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, out_of_memory, without_outputs
+from hf_accum_fix.verification.reference import Reference, Scene, SceneSplit, compute, out_of_memory, without_outputs
 from hf_accum_fix.verification.report import PATCHED, STOCK, SplitResult, VerificationReport, could_not_tell, judge_own
 from hf_accum_fix.verification.restore import active_mode, options_of, unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
@@ -153,7 +153,7 @@ def _verified(
         to_run = [(split, mode) for split in splits_of(len(scene.rows), own, splits) for mode in modes]
         for number, (split, mode) in enumerate(to_run, start=1):
             say(f"{of_window}split {number} of {len(to_run)}: {split[0]} x {split[1]}, {mode}")
-            results.append(compare(trainer, Split(scene, *split), found, window, mode, options, step))
+            results.append(compare(trainer, SceneSplit(scene, *split), found, window, mode, options, step))
             owns += results[-1:] if split == own else []
         notes += found.notes
         scenes.append(scene)

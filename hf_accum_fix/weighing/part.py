@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.counting.items import Items, ZeroWeightBatch, count_dtype, mean_item_count
+from hf_accum_fix.counting.items import Items, ZeroWeightBatch, as_weight, count_dtype, mean_item_count
 from hf_accum_fix.learning.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.reading.nodes import on_host
 
@@ -91,7 +91,7 @@ class Part:
                 mean = mean if left == 1 else mean * left
             else:
                 mean = torch.where(n == 0, 1.0, n) / (self.engine_divisor * self.world_size)
-            found[key] = self.contract.as_number(mean)
+            found[key] = as_weight(mean, self.contract.dtype)
         return found
 
     def scale_of(
@@ -121,7 +121,7 @@ class Part:
         # Heads with lists of targets divide by at least 1.
         least = n if contract.items.entry is None else n.clamp(min=1.0)
         ratio = (n > 0) * 1.0 if contract.by_number else least / mean
-        return contract.items.with_target(inputs, n), contract.as_number(mean), ratio
+        return contract.items.with_target(inputs, n), as_weight(mean, contract.dtype), ratio
 
     def note_constant(self, place: int, what: str, constant: float) -> None:
         """Compare a constant of a term with that of the window's first micro-batch; ``what``: it is, in words."""
@@ -150,7 +150,7 @@ class Part:
         place = next(iter(self.counts))
         counts, spec = self._stacked(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
         # A copy of a micro-batch may have other targets than were counted; one that has other terms is none of these.
-        planned = self.own.get(place, spec.scaled(self.own.get(spec.rule)))
+        planned = self.own.get(place, scaled(self.own.get(spec.rule), spec.ratio))
         if planned is None or len(self.counts[place]) < self.micro_batches:
             return counts
         return torch.stack([counts[0], planned])
@@ -173,6 +173,11 @@ class Part:
         """The divisors of a term in all micro-batches, and what they were planned to be: [2, micro-batches]."""
         dtype, counts = count_dtype(self.device), [*zip(*self.counts[place], strict=True)]
         return torch.stack([stacked(each, dtype, self.device) for each in counts])
+
+
+def scaled(count: Tensor | None, ratio: float) -> Tensor | None:
+    """The count of a term, by that of its rule."""
+    return count if count is None or ratio == 1.0 else count * ratio
 
 
 def stacked(numbers: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Tensor:

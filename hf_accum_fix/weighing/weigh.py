@@ -24,7 +24,7 @@ from hf_accum_fix.learning.contract import How, TermSpec
 from hf_accum_fix.reading.loss_graph import Term, read, without_nothing
 from hf_accum_fix.reading.nodes import has_several_outputs, is_parameter, on_host
 from hf_accum_fix.reading.values import Captured, Values
-from hf_accum_fix.weighing.part import Number, Part, differ
+from hf_accum_fix.weighing.part import Number, Part, differ, scaled
 
 
 class Weighed(NamedTuple):
@@ -75,7 +75,8 @@ def weigh(
 def _ready(loss: Tensor, weight: Number, part: Part) -> Weighed:
     """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
-    return Weighed(weighed, _logged(_settled(weighed.detach().reshape(()), weight == math.inf), part))
+    value = weighed.detach().reshape(()) if weighed.ndim else weighed.detach()
+    return Weighed(weighed, _logged(_settled(value, weight == math.inf), part))
 
 
 def _logged(value: Tensor, part: Part) -> Tensor:
@@ -130,14 +131,14 @@ class _MicroBatch:
         if spec.how is How.MEAN:
             # What this micro-batch adds to N: as much as the observed batch, where nothing counts it.
             rule = spec.rule if spec.rule is not None or part.is_corrected else part.contract.items
-            items = self.items.get(place, None if rule is None else spec.scaled(self.items[rule]))
+            items = self.items.get(place, None if rule is None else scaled(self.items[rule], spec.ratio))
             planned = spec.counted[0] if items is None else items if counts else 0.0
             if not found:
                 part.note(place, 0.0, planned)
                 return []
             seen, divisor = self._of_mean(spec, found, rule, items)
             part.note(place, seen if counts else 0.0, planned)
-            n_mean = part.means.get(place, None if rule is None else spec.scaled(part.means[rule]))
+            n_mean = part.means.get(place, None if rule is None else scaled(part.means[rule], spec.ratio))
             mean: Number = spec.counted[0] * part.remaining_divisor if n_mean is None else n_mean
             # Without a correction at the end, weights have to use the planned counts.
             count = divisor if part.is_corrected else spec.counted[0] if items is None else items

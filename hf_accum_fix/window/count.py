@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
@@ -21,21 +21,13 @@ from hf_accum_fix.learning.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.learning.look import LossRun, run_with_graph
 from hf_accum_fix.learning.observe import NUMBERS
 from hf_accum_fix.reading.nodes import NotSavedError
+from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.router.routing import count_routing
 from hf_accum_fix.trace.preserve import preserved_state
 from hf_accum_fix.weighing.part import Part
 from hf_accum_fix.weighing.weigh import weigh
 from hf_accum_fix.window.host import Host
-
-
-class Told(NamedTuple):
-    """What a rank tells the others in the collective; after it, what any rank told."""
-
-    asks: bool = False  # its loss has changed, so that all look at it again
-    differs: bool = False  # a window of it had other counts than predicted
-    inexact: bool = False  # a window of it was not exact, which the others do not know
-    troubled: bool = False  # looking at its loss failed
-    mixed: bool = False  # a micro-batch of it has other labels than those that the loss was observed on
+from hf_accum_fix.window.state import Told
 
 
 class Counted(NamedTuple):
@@ -60,7 +52,9 @@ def count_window(
     state, contract, several = host.state, host.state.loss.contract, host.world.size > 1
     assert contract is not None
     rules = contract.rules
-    routing, error = count_routing(host, host.router, batches, error)
+    routing = host.zero.new_zeros(0)
+    if host.router.convention is not Convention.MEAN:
+        routing, error = count_routing(host, host.router, batches, error)
     nothing = (list[Counts](), [host.zero] * len(rules), "")
     try:
         each, totals, others = host.contained("counting a window", partial(_count, host, batches), nothing)
@@ -68,7 +62,7 @@ def count_window(
         (each, totals, others), error = nothing, error or caught
     items = [*totals, host.zero if number is None else torch.as_tensor(number).to(host.zero)]
     asks = several and state.loss.reconsiders
-    told = Told(asks, state.differs, state.unreported, state.troubled, bool(others))
+    told = replace(state.told, asks=asks, mixed=bool(others))
     if several:
         items, told, routing = _exchange(host, len(batches), error, items, told, routing)
     elif error is not None:
@@ -80,9 +74,9 @@ def count_window(
         return None
     if told.differs:
         state.loss.correct_from_now()
-    if told.inexact and not state.unreported:
+    if told.inexact and not state.told.inexact:
         state.note_inexact(state.opened - bool(batches))
-    state.unreported = False
+    state.told.inexact = False
     if told.mixed:
         host.report_inexact(others or "another rank has a micro-batch with other labels: the window is averaged")
         # What a custom loss divides by the number of the global batch stays as it is.
@@ -99,9 +93,6 @@ def count_window(
     if planned is None:
         raise StandAsideError
     return planned
-
-
-# ------------------------------------------------------------------------------------------------- by rules
 
 
 def _count(host: Host, batches: Sequence[Any]) -> tuple[list[Counts], list[Tensor], str]:
@@ -144,9 +135,6 @@ def _other_labels(host: Host, batches: Sequence[Any]) -> str:
     return f"{words}, as in the first window: the window is averaged"
 
 
-# ------------------------------------------------------------------------------------------- the collective
-
-
 def _exchange(
     host: Host, fetched: int, error: Exception | None, items: list[Tensor], told: Told, routing: Tensor
 ) -> tuple[list[Tensor], Told, Tensor]:
@@ -157,7 +145,7 @@ def _exchange(
     world = host.world
     runs, like = fetched if world.shards else min(fetched, 1), items[-1]
     status = ranks.pack_status(runs, error, like)
-    slots = [*map(torch.stack, (items, status, [torch.full_like(like, flag) for flag in told])), routing]
+    slots = [*map(torch.stack, (items, status, [torch.full_like(like, flag) for flag in astuple(told)])), routing]
     counts, summed, found, routing = torch.split(host.summed(torch.cat(slots)), [*map(len, slots)])
     suspects, place = runs < (host.steps if world.shards else 1), {"rank": world.rank, "world_size": world.size}
     ranks.check_status(summed, runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
@@ -165,9 +153,6 @@ def _exchange(
     copies = world.size // world.data_ranks
     told = Told(*map(bool, found.tolist())) if host.knows_other_ranks else told
     return [*(counts[:-1] / copies), counts[-1]], told, routing / copies
-
-
-# -------------------------------------------------------------------------------------------------- by term
 
 
 def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tensor) -> Counted:
@@ -183,7 +168,8 @@ def _by_term(host: Host, counted: Counted, batches: Sequence[Any], routing: Tens
         if (upstreams := next((each for each in of_number if part.totals[each] == counted.number), None)) is not None:
             totals: dict[Items | int, Tensor] = {upstreams: part.totals[upstreams], **part.totals}
             counted = counted._replace(part=replace(part, totals=totals))
-    host.router.settle(routing, max(len(batches), 1), host.world.data_ranks)
+    if len(routing):
+        host.router.settle(routing, max(len(batches), 1), host.world.data_ranks)
     empty = None
     if batches and contract.items is not None:
         empty = part.total == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
@@ -20,11 +22,11 @@ from hf_accum_fix.engines.delivered import Delivery
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.engines.model import decoder_pad, inside_ddp, products_are_rounded
 from hf_accum_fix.engines.ranks import World
-from hf_accum_fix.engines.sample_shards import is_cut
 from hf_accum_fix.errors import BY_DESIGN, ContractError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
+from hf_accum_fix.reading.values import Captured, capture
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 from hf_accum_fix.window.state import ALWAYS, LossSource, TrainingState
@@ -68,11 +70,6 @@ class Host(ABC):
         self.warned: set[str] = set()
 
     @property
-    def cuts_samples(self) -> bool:
-        """Whether several ranks hold a part of each sample."""
-        return is_cut(self.accelerator)
-
-    @property
     @abstractmethod
     def head(self) -> str:
         """The model's class, for messages."""
@@ -80,7 +77,7 @@ class Host(ABC):
     @property
     def troubled(self) -> bool:
         """Whether looking at its loss failed on this rank."""
-        return self.state.troubled
+        return self.state.told.troubled
 
     @property
     def where(self) -> str:
@@ -138,6 +135,11 @@ class Host(ABC):
         """Whether matrix products are less precise than float32."""
         return getattr(self.accelerator, "mixed_precision", "no") != "no" or products_are_rounded(self.model)
 
+    def capturing(self, contract: LossContract, model: nn.Module) -> AbstractContextManager[Captured]:
+        """Around the forward of a micro-batch: what weighing its loss needs of it."""
+        wants = contract.captures
+        return capture(self.bare(model), **wants) if wants else nullcontext(Captured())
+
     def model_outputs(self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None) -> Any:
         """Outputs of a forward; a model that takes num_items_in_batch gets the number."""
         given = {"num_items_in_batch": number} if self.source.passes_number and number is not None else {}
@@ -148,8 +150,10 @@ class Host(ABC):
         """Sum numbers over ranks: a collective."""
 
     def gather(self, values: list[Any]) -> list[Any]:
-        """Concatenate the ranks' lists in order: a collective."""
-        return ranks.gather_object(values)  # type: ignore[no-any-return]
+        """Concatenate the ranks' lists, of one value each, in order: a collective; accelerate's needs its own state."""
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, values[0])
+        return gathered
 
     @abstractmethod
     def run(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
@@ -170,7 +174,7 @@ class Host(ABC):
         """Facts about any training, and ``more`` of this host's; ``bare``: the model without wrappers."""
         return Setting(
             handed=handed,
-            is_cut=self.cuts_samples,
+            is_cut=self.world.cuts_samples,
             hands_number=hands_number,
             world_size=self.world.data_ranks,
             rounded=self.rounds_products,
@@ -182,6 +186,12 @@ class Host(ABC):
     def refresh_loss_source(self, batches: Sequence[Any]) -> None:
         """Note what computes the loss now, and check a given contract, before a window is settled."""
 
+    def refresh(self, batches: Sequence[Any]) -> None:
+        """Note what computes the loss, and the labels that most micro-batches of the first window have."""
+        self.refresh_loss_source(batches)
+        if self.state.loss.labels is None and batches:
+            [(self.state.loss.labels, _)] = Counter(map(self.labels_of, batches)).most_common(1)
+
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
         """The value of every rank, in order; the error of one is raised on all."""
         return ranks.all_gather_or_raise(
@@ -192,6 +202,12 @@ class Host(ABC):
     def contract(self) -> LossContract | None:
         """How the loss is reduced; None: it was not observed yet."""
         return self.state.loss.contract
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next window settles the contract, as far as this rank knows."""
+        loss = self.state.loss
+        return not loss.is_settled or (self.world.data_ranks == 1 and loss.reconsiders)
 
     def labels_of(self, batch: Any) -> Labels:
         """The labels of a micro-batch, or those that a given contract counts."""
@@ -210,7 +226,7 @@ class Host(ABC):
 
     def note_trouble(self, what: str, error: Exception) -> None:
         """Warn once that a look failed; from the next window on the training is stock's, on every rank."""
-        self.state.troubled = True
+        self.state.told.troubled = True
         self.warn_inexact(
             "trouble",
             f"{self.where}: {what} failed ({type(error).__name__}: {error}). The training goes on as without "
@@ -266,7 +282,7 @@ class Host(ABC):
                 "got an accumulation window with no target, so its gradient and logged loss are zero; look at "
                 "truncation, label masking, or samples without an answer",
             )
-        for name, message in self.router.remarks():
+        for name, message in () if self.router.convention is Convention.MEAN else self.router.remarks():
             self.warn_once(name, f"{self.head}: {message}")
 
     def note(self, **facts: Any) -> None:
@@ -304,11 +320,14 @@ class Host(ABC):
         )
         state.recorded = True
 
-    @contextmanager
-    def around_forward(self, place: int) -> Iterator[None]:
+    def around_forward(self, place: int) -> ExitStack:
         """Around the forward of a micro-batch in training: what its loss has to know of its window."""
-        with self.router.micro_batch(place), self.coupled.micro_batch(place) if self.coupled else nullcontext():
-            yield
+        with ExitStack() as stack:
+            if self.router.convention is not Convention.MEAN:
+                stack.enter_context(self.router.micro_batch(place))
+            if self.coupled is not None:
+                stack.enter_context(self.coupled.micro_batch(place))
+            return stack.pop_all()
 
 
 def loss_of_outputs(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

@@ -66,12 +66,6 @@ class LoopHost(Host):
             dist.all_reduce(numbers)
         return numbers
 
-    def gather(self, values: list[Any]) -> list[Any]:
-        # accelerate's gather needs its own state, which a loop may lack.
-        gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, values[0])
-        return gathered
-
     def open(self, batches: Sequence[Batch], device: torch.device | None = None) -> Window:
         """Count a window; without accelerate, on the ``device`` of the first loss or model."""
         if not self._is_placed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,33 +21,22 @@ from hf_accum_fix.window.host import Host
 logger = logging.getLogger("hf_accum_fix")
 
 
-def settle(
-    host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None, *, asked: bool = False
-) -> None:
+def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> None:
     """Settle how the loss of a window is reduced: as given, or as observed on every rank.
 
-    ``asked``: all ranks know that one of them has a changed loss; the rest as of `window.window.open_window`.
+    Arguments as of `window.window.open_window`.
 
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
     """
-    host.contained("looking at what computes the loss", partial(_refresh, host, batches), None)
     loss, given = host.state.loss, host.options.contract
     was_settled, before = loss.is_settled, loss.contract
     if given is None:
-        if asked or not was_settled or (host.world.data_ranks == 1 and loss.reconsiders):
-            _observe(host, batches, number, error)
+        _observe(host, batches, number, error)
     elif not was_settled:
         loss.use_contract(given)
     if not was_settled or loss.contract is not before:
         host.contained("saying how the loss is reduced", partial(_say, host), None)
-
-
-def _refresh(host: Host, batches: Sequence[Any]) -> None:
-    """Note what computes the loss, and the labels that most micro-batches of the first window have."""
-    host.refresh_loss_source(batches)
-    if host.state.loss.labels is None and batches:
-        [(host.state.loss.labels, _)] = Counter(map(host.labels_of, batches)).most_common(1)
 
 
 def _observe(host: Host, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
@@ -135,7 +123,7 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
     labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
     loss = host.state.loss
-    mine = (len(batches), bool(labels), held, loss.reconsiders, host.state.troubled, loss.labels, loss.mixed)
+    mine = (len(batches), bool(labels), held, loss.reconsiders, host.troubled, loss.labels, loss.mixed)
     lengths, labelled, found, changed, troubled, observed, mixed = zip(*host.all_of(mine, error), strict=True)
     if any(troubled):
         raise StandAsideError

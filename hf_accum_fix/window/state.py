@@ -66,6 +66,17 @@ class LossState:
             self.counts_by_forwards = True
 
 
+@dataclass
+class Told:
+    """What a rank tells the others in the collective of a window; after it, what any rank told."""
+
+    asks: bool = False  # its loss has changed, so that all look at it again
+    differs: bool = False  # a window of it had other counts than predicted
+    inexact: bool = False  # a window of it was not exact, which the others do not know
+    troubled: bool = False  # looking at its loss failed
+    mixed: bool = False  # a micro-batch of it has other labels than those that the loss was observed on
+
+
 @dataclass(eq=False)
 class LossSource:
     """What computes the loss of a training."""
@@ -85,16 +96,13 @@ class TrainingState:
     """State of one training."""
 
     loss: LossState = field(default_factory=LossState)  # how it is reduced
-    #: a window of this rank had other counts than predicted; the other ranks learn it in the next.
-    differs: bool = False
+    told: Told = field(default_factory=Told)  # what the other ranks learn in the next window
     #: windows since the last log with other counts than predicted; a tensor on the device, if any.
     unread: Tensor | int = 0
     empty: Tensor | bool = False  # a window had no target; a tensor on the device
     opened: int = 0  # windows so far
     inexact: int = 0  # those that were not exact
-    unreported: bool = False  # the other ranks do not know of one of them yet
     recorded: bool = False  # the training is in the report
-    troubled: bool = False  # looking at a loss failed on this rank, and the other ranks do not know it yet
     aside: bool = False  # the training is stock's
     _last_inexact: int = -1
 
@@ -102,7 +110,7 @@ class TrainingState:
         """Count ``windows`` that are not exact, each once; the last is ``number``, from 1 (None: the last opened)."""
         number = self.opened if number is None else number
         if number > self._last_inexact:
-            self._last_inexact, self.unreported = number, True
+            self._last_inexact, self.told.inexact = number, True
             self.inexact += windows
             self.amend(exact=False, inexact_windows=self.inexact)
 

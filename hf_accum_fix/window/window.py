@@ -1,11 +1,5 @@
 """The accumulation window: counted over all ranks by one collective, weighted as it runs, corrected at its end.
 
-window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
-for each micro-batch:
-    with host.delivery.micro_batch(host, model, len(batches), begun):  # the dtype of its gradient sum
-        ...                                         # forward, window.weigh(loss, batch, captured), backward
-window.close(model)                                 # compares divisors with the prediction
-
 If the losses of a window divided by ``N seen`` items and its rules predicted ``N predicted``, the gradient is too large
 by ``N seen / N predicted``, and is divided by that before the optimizer step, on a GPU without reading these numbers.
 """
@@ -14,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +96,8 @@ class Window:
         """
         host, loss = self.host, self.host.state.loss
         self.ended = True
-        host.contained("ending the sum of a window's gradients", host.delivery.gradient.finish, None)
+        if not host.delivery.gradient.idle:
+            host.contained("ending the sum of a window's gradients", host.delivery.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
         may_change = host.state.opened == 1 and loss.contract is not None and loss.contract.is_read
         if may_change and host.knows_other_ranks and host.is_split:
@@ -133,7 +129,7 @@ class Window:
         if differs is not None and not host.readable:
             state.unread = state.unread + differs.long()
         elif differs is not None and bool(differs):
-            state.differs, why = True, OTHER_COUNTS
+            state.told.differs, why = True, OTHER_COUNTS
             if part.counted:
                 seen, predicted = part.summed().tolist()
                 kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
@@ -172,8 +168,10 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
     """
     counted, asked = None, False
     while counted is None:
+        host.contained("looking at what computes the loss", partial(host.refresh, batches), None)
         # Once more where a rank has a changed loss.
-        settle(host, batches, number, error, asked=asked)
+        if asked or host.is_due:
+            settle(host, batches, number, error)
         if host.contract is not None and host.contract.reduction is Reduction.STOCK:
             raise StandAsideError
         counted, asked = count_window(host, batches, number, error), True

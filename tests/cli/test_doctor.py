@@ -13,7 +13,7 @@ import transformers
 
 import hf_accum_fix
 from hf_accum_fix.cli import main
-from hf_accum_fix.cli.doctor import Diagnosis, Verdict, judge, to_json, to_text, to_verbose
+from hf_accum_fix.cli.doctor import Answer, Diagnosis, judge, to_json, to_text, to_verbose
 from hf_accum_fix.options import Options
 from hf_accum_fix.reporting import Report
 from hf_accum_fix.upstream.code import LINES, still_in
@@ -40,17 +40,17 @@ REASONS = {
 def test_the_verdict_on_a_release(release: str | None) -> None:
     verdict, reason = judge(report_on(release))
     assert REASONS[release] in reason
-    assert verdict is (Verdict.DEFECTS if release == "5.24.0" else Verdict.COULD_NOT_TELL)
+    assert verdict is (Answer.DEFECTS if release == "5.24.0" else Answer.COULD_NOT_TELL)
 
 
 def test_the_verdict_on_a_process() -> None:
-    assert judge(report_on("5.23.0", "applied"))[0] is Verdict.CLEAN
+    assert judge(report_on("5.23.0", "applied"))[0] is Answer.CLEAN
     for state, missing in (("applied", ("compute_loss",)), ("switched off", ()), ("pending", ())):
-        assert judge(report_on("5.23.0", state, missing))[0] is Verdict.DEFECTS
-    assert judge(report_on("5.25.0", "applied"))[0] is Verdict.COULD_NOT_TELL
+        assert judge(report_on("5.23.0", state, missing))[0] is Answer.DEFECTS
+    assert judge(report_on("5.25.0", "applied"))[0] is Answer.COULD_NOT_TELL
     changed = report_on("5.22.7", "applied")
     changed = replace(changed, plan=replace(changed.plan, untested="compute_loss of Trainer is not as it was"))
-    assert judge(changed)[0] is Verdict.COULD_NOT_TELL
+    assert judge(changed)[0] is Answer.COULD_NOT_TELL
 
 
 @pytest.mark.parametrize("form", [to_verbose, to_json])
@@ -91,16 +91,16 @@ def test_a_newer_release_is_answered_by_its_code() -> None:
     known = sum(defect.until is None for defect in DEFECTS)
     diagnosis = Diagnosis(report, *judge(report))
     printed = to_text(diagnosis)
-    assert diagnosis.verdict is Verdict.DEFECTS
+    assert diagnosis.verdict is Answer.DEFECTS
     assert printed.startswith("transformers 99.0.0: affected, many models 8x at G = 8\nrun: hf-accum-fix run COMMAND")
     assert "check: hf-accum-fix verify SCRIPT" in printed and "could not tell" not in printed
     words = " ".join(printed.split())
     assert f"{known - 1} of the {known} defects of " in words and "apply() fits, but our tests have run" in words
     assert "UNTESTED" not in printed
     on = newer("applied")
-    assert judge(on)[0] is Verdict.COULD_NOT_TELL
+    assert judge(on)[0] is Answer.COULD_NOT_TELL
     assert "the patch is on and fits" in to_text(Diagnosis(on, *judge(on)))
-    assert judge(newer(gone=(*LINES,)))[0] is Verdict.COULD_NOT_TELL
+    assert judge(newer(gone=(*LINES,)))[0] is Answer.COULD_NOT_TELL
 
 
 def test_the_lines_of_every_open_defect_are_in_the_newest_tested_release() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.cli.plain_training import HEAD
 from tests.cli.processes import ROOT, RUN, environment, start
@@ -60,6 +62,29 @@ def test_under_run_it_is_exact(command: tuple[Any, ...], ranks: int, tmp_path: P
     assert found["loss"] == pytest.approx(reference.loss, rel=1e-4)  # the log is rounded by some releases
     assert found["norm"] == pytest.approx(reference.norm, rel=1e-6)
     assert printed.count(ON) == 1 and " is on: transformers " in printed
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(f"transformers {transformers.__version__}," not in README, reason="README shows another release")
+@pytest.mark.parametrize("command", ["python", "hf-accum-fix run python", "hf-accum-fix verify"])
+def test_the_script_of_the_readme_prints_what_it_shows(command: str, tmp_path: Path) -> None:
+    (script,) = re.findall(r"`train.py`.*?```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(script.splitlines()) == 15
+    (tmp_path / "train.py").write_text(script)
+    (shown,) = re.findall(rf"^\$ {command} train.py\n(.*?)(?=^\$|^```)", README, flags=re.DOTALL | re.MULTILINE)
+    done = start([*command.split(), "train.py"], environment(ROOT, HF_HOME=str(tmp_path)), cwd=tmp_path)
+    assert done.returncode == int("verify" in command), done.stderr[-4000:]
+    for line in shown.splitlines():
+        start_of_line = line.partition("...")[0]
+        pattern = re.sub(r"\d+\\\.\d+", r"(\\d+\\.\\d+)", re.escape(start_of_line))
+        found = re.search(pattern, f"{done.stderr}\n{done.stdout}")
+        assert found is not None, line
+        # Another processor rounds otherwise.
+        assert [*map(float, found.groups())] == pytest.approx([*map(float, NUMBER.findall(start_of_line))], rel=5e-3)
 
 
 def python(script: str, *pythonpath: Path) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+# They import one another.
+sys.path.insert(0, str(RECIPES))
 
 
 def load(name: str, *, known_as: str = "") -> ModuleType:

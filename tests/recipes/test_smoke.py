@@ -28,14 +28,11 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "router_loss": ("--steps 2 --every 1 --accumulate 4 --samples 32", ("router_loss.png", "table.md")),
     "router_loss_cost": ("--rounds 0", ()),
     "sample_shards": ("--layouts cp --splits 1x2", ("results.jsonl",)),
-    "shuffled_labels": ("--seeds 1 --logs 2", ()),
     "window_speed": (
         "--size tiny --rounds 1 --windows 1 --batch 4 --steps 4 --modes stock,balanced --texts docstrings",
         ("results.jsonl", "window_speed.png"),
     ),
 }
-#: Prints, and leaves nothing.
-WITHOUT_FOLDER = ("shuffled_labels",)
 #: Before a release.
 LONG = (
     *("convergence_monitor", "coupled_cost", "gradient_precision", "on_gpu", "router_loss", "router_loss_cost"),
@@ -62,7 +59,7 @@ FAULTS = {
 def test_it_runs(name: str, tmp_path: Path) -> None:
     arguments, left = RUNS[name]
     output = tmp_path / "out"
-    done = recipe(name, *arguments.split(), *(() if name in WITHOUT_FOLDER else ("--output", output)), code=0)
+    done = recipe(name, *arguments.split(), "--output", output, code=0)
     assert done.stdout
     assert all((output / file).stat().st_size > 0 for file in left)
 

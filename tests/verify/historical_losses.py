@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.verification.split_invariance import Window
+from hf_accum_fix.verification.split_invariance import WholeBatch
 
 Rows = Mapping[str, Tensor]
-LossFn = Callable[[Any, Window], Tensor]
+LossFn = Callable[[Any, WholeBatch], Tensor]
 
 
 def batch(samples: int = 6) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def positive(rows: Rows) -> Tensor:
     return rows["mask"] * (rows["rewards"] > 0)[:, None]
 
 
-def share(window: Window) -> Tensor:
+def share(window: WholeBatch) -> Tensor:
     """The tokens of the window by rank, because ranks are averaged."""
     return tokens(window.batch) / window.ranks
 
@@ -76,15 +76,15 @@ class History:
     how: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _trl_bnpo(rows: Rows, window: Window) -> Tensor:
+def _trl_bnpo(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / tokens(rows) / window.micro_batches
 
 
-def _by_window(rows: Rows, window: Window) -> Tensor:
+def _by_window(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / share(window)
 
 
-def _swift_dapo_right(rows: Rows, window: Window) -> Tensor:
+def _swift_dapo_right(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / share(window) * window.micro_batches
 
 
@@ -93,17 +93,17 @@ def squared_error(rows: Rows) -> Tensor:
     return (((rows["values"] - rows["returns"]) ** 2) * rows["mask"]).sum()
 
 
-def _verl_critic(rows: Rows, window: Window) -> Tensor:
+def _verl_critic(rows: Rows, window: WholeBatch) -> Tensor:
     actor = policy(rows) / share(window)
     critic = squared_error(rows) / tokens(rows)
     return actor + 0.5 * critic
 
 
-def _verl_critic_right(rows: Rows, window: Window) -> Tensor:
+def _verl_critic_right(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / share(window) + 0.5 * squared_error(rows) / share(window)
 
 
-def _nemo_nll(rows: Rows, window: Window) -> Tensor:
+def _nemo_nll(rows: Rows, window: WholeBatch) -> Tensor:
     loss = policy(rows) / share(window)
     correct = positive(rows)
     if correct.sum() > 0:
@@ -111,12 +111,12 @@ def _nemo_nll(rows: Rows, window: Window) -> Tensor:
     return loss
 
 
-def _nemo_nll_right(rows: Rows, window: Window) -> Tensor:
+def _nemo_nll_right(rows: Rows, window: WholeBatch) -> Tensor:
     loss = policy(rows) / share(window)
     return loss - 0.1 * (rows["logprobs"] * positive(rows)).sum() / positive(window.batch).sum() * window.ranks
 
 
-def _prime_rank(rows: Rows, window: Window) -> Tensor:
+def _prime_rank(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / max(float(tokens(window.of_rank)), 1.0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.testing import assert_split_invariant
-from hf_accum_fix.verification.split_invariance import Layout, Window, _Runs, split_invariance
+from hf_accum_fix.verification.split_invariance import Layout, WholeBatch, _Runs, split_invariance
 from tests.verify.historical_losses import HISTORY, History, batch, policy, share
 
 _BY_ISSUE = {"argvalues": HISTORY, "ids": [each.issue for each in HISTORY]}
@@ -40,7 +40,7 @@ def test_a_rank_of_its_own_is_right_on_one_rank() -> None:
 
 
 def test_whitened_advantages_are_no_divisor() -> None:
-    def whitened(rows: dict[str, Tensor], window: Window) -> Tensor:
+    def whitened(rows: dict[str, Tensor], window: WholeBatch) -> Tensor:
         advantages = rows["advantages"] - rows["advantages"].mean()
         return (rows["logprobs"] * advantages * rows["mask"]).sum() / share(window)
 
@@ -53,7 +53,7 @@ def test_parameters_are_compared_too() -> None:
     rows = {key: x.detach() for key, x in batch().items()}
     layer.double()
 
-    def loss(rows: dict[str, Tensor], window: Window, *, local: bool) -> Tensor:
+    def loss(rows: dict[str, Tensor], window: WholeBatch, *, local: bool) -> Tensor:
         n = len(rows["mask"]) if local else len(window.batch["mask"])
         return layer(rows["logprobs"]).square().sum() / n
 
@@ -74,7 +74,7 @@ def test_the_terms_add_up_to_the_gradient(history: History) -> None:
 
 
 def test_a_loss_may_write_into_its_micro_batch() -> None:
-    def loss(rows: dict[str, Tensor], window: Window | None = None) -> Tensor:
+    def loss(rows: dict[str, Tensor], window: WholeBatch | None = None) -> Tensor:
         assert window is not None
         rows["mask"] *= 0.5
         rows["logprobs"].clamp_(max=0.5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hf_accum_fix
-from hf_accum_fix.verification.split_invariance import SplitReport, Window, split_invariance
+from hf_accum_fix.verification.split_invariance import SplitReport, WholeBatch, split_invariance
 from tests.verify.historical_losses import batch
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ _USUAL = {
 def _loss(kind: str, what: dict[str, Any]) -> Any:
     """``loss_fn(micro_batch, window)`` that calls TRL's method on a trainer without a model."""
 
-    def loss_fn(rows: dict[str, Tensor], window: Window) -> Tensor:
+    def loss_fn(rows: dict[str, Tensor], window: WholeBatch) -> Tensor:
         steps = what.get("steps_per_generation", window.micro_batches)
         # As TRL counts it: of the generation batch.
         items = (rows if _MICRO in what else window.batch)["mask"].sum()
