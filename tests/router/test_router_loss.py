@@ -55,8 +55,7 @@ def looped(model: nn.Module, window: Sequence[Batch], convention: str) -> tuple[
     router = RouterLoss(Convention(convention))
     if convention != "mean":
         router.form = router.recognise(loss_of(model), window[0], model, CPU)
-    numbers = router.count(loss_of(model), window, model, CPU, 1)
-    router.settle(numbers, len(window), 1)
+        router.settle(router.count(loss_of(model), window, model, CPU, 1), len(window), 1)
     model.zero_grad()
     for index, inputs in enumerate(window):
         with router.micro_batch(index):
