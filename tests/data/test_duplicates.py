@@ -70,8 +70,10 @@ def test_an_epoch_over_all_ranks_has_every_sample_once(kind: str, count: int, ro
 
 
 def test_what_has_no_row_for_each_sample_and_a_stream_that_workers_read_are_refused() -> None:
-    packed = loader("batches", 3, 2, 2, 1)
-    packed.collate_fn = lambda samples: {"input_ids": torch.tensor([samples])}
+    inner = BatchSampler(SequentialSampler(range(3)), 2, drop_last=False)
+    of_second = BatchSamplerShard(inner, num_processes=2, process_index=1)
+    rows = {"collate_fn": lambda samples: {"input_ids": torch.tensor([samples])}}
+    packed = DataLoaderShard(list(range(3)), batch_sampler=of_second, **rows)
     with pytest.raises(UnsupportedSetupError, match="expected one row for each sample"):
         list(WithoutDuplicates(packed, True, lambda samples: None))
     shard = IterableDatasetShard(Numbers(3), 2, num_processes=2, process_index=0)
