@@ -35,7 +35,7 @@ def trainer_of(kind: type, folder: Path, given: Mapping[str, Any] = MappingProxy
 
 
 def nothing_is_left(trainer: Any) -> bool:
-    gradient = trainer.__dict__[SESSION].gradient
+    gradient = trainer.__dict__[SESSION].delivery.gradient
     return not (left_on(trainer.model) or gradient._sums or gradient._hooks or gradient._leaves)
 
 
