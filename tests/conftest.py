@@ -54,9 +54,7 @@ SLOW = (
 )
 
 #: Folders of which CI runs a few files only.
-THOROUGH = {
-    "monitor": ("test_callbacks.py", "test_loss.py", "test_monitor.py", "test_never_ends_a_run.py", "test_watch.py")
-}
+THOROUGH = {"monitor": ("test_callbacks.py", "test_monitor.py", "test_watch.py")}
 
 #: Marks of what needs another release, another library or a device, and has its own step in CI.
 ELSEWHERE = ("cpu_adam", "deepspeed", "gpu", "liger", "llama_factory", "releases", "releases_all", "swift")

@@ -5,33 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, DeepSpeedPlugin
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_accum_fix import accumulation_windows
+from tests.backends import trajectory
 from tests.backends.rows import DEEPSPEED, Backend
-from tests.backends.trajectory import HEADS as DECODERS
-from tests.backends.trajectory import (
-    RATE,
-    Trajectory,
-    built,
-    gathered,
-    offloading_on_a_cpu,
-    samples_of,
-    unset_hf_deepspeed_config,
-    variables,
-    without_compiling,
-)
+from tests.backends.trajectory import RATE, Trajectory, built, gathered, samples_of, variables
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import trainable
 
 #: Heads, and which of their layers FSDP wraps: one takes the number, one returns the mean over its own items, and one
 #: would not even be called with it.
 LOOP_HEADS = {
-    "llama": (DECODERS["llama"], "LlamaDecoderLayer"),
+    "llama": (trajectory.HEADS["llama"], "LlamaDecoderLayer"),
     "bert": (HEADS["bert-tokens"], "BertLayer"),
     "no-kwargs": (HEADS["no-kwargs"], "Embedding"),
     "mixtral": (HEADS["mixtral"], "MixtralDecoderLayer"),
@@ -40,42 +28,29 @@ LOOP_HEADS = {
 
 def accelerator(backend: Backend, per_device: int, accumulate: int, max_norm: float) -> Accelerator:
     """A new one for this backend, on CPU ranks; made inside the backend's variables."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    PartialState(cpu=True, backend="gloo")
+    trajectory.fresh_state()
     given: dict[str, Any] = {"mixed_precision": "bf16" if backend.compute is torch.bfloat16 else "no"}
     if backend.wrapped == DEEPSPEED:
-        without_compiling()
-        config = {
-            **backend.arguments["deepspeed"],
-            "train_micro_batch_size_per_gpu": per_device,
-            "gradient_accumulation_steps": accumulate,
-            "gradient_clipping": max_norm,
-        }
+        trajectory.without_compiling()
+        sizes = {"train_micro_batch_size_per_gpu": per_device, "gradient_accumulation_steps": accumulate}
+        config = {**backend.arguments["deepspeed"], **sizes, "gradient_clipping": max_norm}
         given["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
     else:
-        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
-        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        trajectory.sharding_on()
     return Accelerator(gradient_accumulation_steps=accumulate, **given)
 
 
 def train(
-    head: Head,
-    backend: Backend,
-    split: tuple[int, int],
-    max_norm: float,
-    *,
-    stock: bool = False,
-    router_loss: str = "mean",
-    told: int | None = None,
-) -> Trajectory:
+    head: Head, backend: Backend, split: tuple[int, int], max_norm: float, *, stock: bool = False,
+    router_loss: str = "mean", told: int | None = None,
+) -> Trajectory:  # fmt: skip
     """One epoch by accumulation windows, or by ``accelerator.accumulate``; ``told``: the steps the engine knows of."""
     per_device, accumulate = split
-    unset_hf_deepspeed_config()
+    trajectory.unset_hf_deepspeed_config()
     model = built(head, backend)
     start = trainable(model)
     losses, norms = [], []
-    with variables(backend.environment), offloading_on_a_cpu():
+    with variables(backend.environment), trajectory.offloading_on_a_cpu():
         live = accelerator(backend, per_device, told or accumulate, max_norm)
         loader: Any = DataLoader(samples_of(head), batch_size=per_device, collate_fn=head.batch)  # type: ignore[arg-type]
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -100,7 +75,7 @@ def train(
                 optimizer.zero_grad()
                 losses.append(float(window.mean_loss()))
         end = gathered(model, backend)
-        unset_hf_deepspeed_config()
+        trajectory.unset_hf_deepspeed_config()
     return Trajectory({name: end[name] - start[name] for name in start}, losses, norms)
 
 

@@ -90,10 +90,8 @@ def not_told(trainer: Any) -> None:
 
 #: Without a GPU accelerate does not know where to put the parameters that it would broadcast.
 FULL_SHARD_1 = {
-    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_SYNC_MODULE_STATES": "false",
-}
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SYNC_MODULE_STATES": "false",
+}  # fmt: skip
 
 
 def fsdp_argument(version: int, *words: str) -> dict[str, Any]:
@@ -105,37 +103,25 @@ def fsdp_argument(version: int, *words: str) -> dict[str, Any]:
 def launched_fsdp(version: int, **more: str) -> dict[str, str]:
     """The variables of ``accelerate launch --use_fsdp --fsdp_version ...``."""
     return {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": str(version),
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        **(FULL_SHARD_1 if version == 1 else {}),
-        **more,
-    }
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": str(version), "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", **(FULL_SHARD_1 if version == 1 else {}), **more,
+    }  # fmt: skip
 
 
 def zero(stage: int, *offloaded: str, **more: Any) -> dict[str, Any]:
     """A DeepSpeed config as the documentation of Transformers writes it, with torch's own optimizer."""
     offload = {f"offload_{what}": {"device": "cpu"} for what in offloaded}
-    return {
-        "deepspeed": {
-            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, **offload},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"},
-            **more,
-        }
-    }
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, **offload},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": "auto"},
+    }  # fmt: skip
+    return {"deepspeed": {**config, **dict.fromkeys(auto, "auto"), **more}}
 
 
-def deepspeed(stage: int, name: str = "", arguments: Mapping[str, Any] | None = None, **more: Any) -> Backend:
+def deepspeed(stage: int, more: str = "", arguments: Mapping[str, Any] | None = None, **how: Any) -> Backend:
     given = {**zero(stage), **(arguments or {})}
-    return Backend(
-        name or f"deepspeed-zero-{stage}", DEEPSPEED, given, environment=LAUNCHED_DEEPSPEED, **FLOAT32, **more
-    )
+    return Backend(f"deepspeed-zero-{stage}{more}", DEEPSPEED, given, LAUNCHED_DEEPSPEED, **FLOAT32, **how)
 
 
 def cpu_adam() -> dict[str, Any]:
@@ -166,6 +152,11 @@ def by_tp_plan(model: Any) -> nn.Module:
 LAUNCHED_DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
 SYNC_EACH_BATCH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 ONE_BY_ONE = {"gradient_checkpointing": True}
+REENTRANT = {**ONE_BY_ONE, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+IN_BF16: Any = {"arguments": {"bf16": True}, "compute": torch.bfloat16}
+BY_TP_PLAN: Any = {"load": by_tp_plan, "data_ranks": 1}
+APART = {"average_tokens_across_devices": False}
+OFFLOADS = {"FSDP_OFFLOAD_PARAMS": "true"}
 
 BACKENDS = {
     row.name: row
@@ -176,42 +167,31 @@ BACKENDS = {
         # Without it torch's reducer fails in the first window that is accumulated, stock or not.
         Backend("ddp-static-graph", DDP, {"ddp_static_graph": True, **SYNC_EACH_BATCH}),
         Backend("ddp-gradient-checkpointing", DDP, ONE_BY_ONE),
-        Backend(
-            "ddp-gradient-checkpointing-reentrant",
-            DDP,
-            {**ONE_BY_ONE, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        ),
+        Backend("ddp-gradient-checkpointing-reentrant", DDP, REENTRANT),
         Backend("ddp-gradient-as-bucket-view", DDP, prepare=as_bucket_view),
         Backend("ddp-bf16", DDP, {"bf16": True}, autocast=torch.bfloat16, **FLOAT32),
         Backend("fsdp1-launched", FSDP1, environment=launched_fsdp(1), **FLOAT32),
         Backend("fsdp2-launched", FSDP2, environment=launched_fsdp(2)),
-        Backend("fsdp2-launched-offloaded", FSDP2, environment=launched_fsdp(2, FSDP_OFFLOAD_PARAMS="true")),
+        Backend("fsdp2-launched-offloaded", FSDP2, environment=launched_fsdp(2, **OFFLOADS)),
         Backend("fsdp1-argument", FSDP1, fsdp_argument(1), **FLOAT32),
-        Backend("fsdp1-launched-offloaded", FSDP1, environment=launched_fsdp(1, FSDP_OFFLOAD_PARAMS="true"), **FLOAT32),
+        Backend("fsdp1-launched-offloaded", FSDP1, environment=launched_fsdp(1, **OFFLOADS), **FLOAT32),
         Backend("fsdp2-argument", FSDP2, fsdp_argument(2)),
         Backend("fsdp2-argument-offloaded", FSDP2, fsdp_argument(2, "offload")),
-        Backend("fsdp1-bf16", FSDP1, {"bf16": True}, launched_fsdp(1), compute=torch.bfloat16, **FLOAT32),
-        Backend("fsdp2-bf16", FSDP2, {"bf16": True}, launched_fsdp(2), compute=torch.bfloat16, **FLOAT32),
-        Backend("tensor-parallel", TENSOR_PARALLEL, load=by_tp_plan, data_ranks=1),
+        Backend("fsdp1-bf16", FSDP1, environment=launched_fsdp(1), **IN_BF16, **FLOAT32),
+        Backend("fsdp2-bf16", FSDP2, environment=launched_fsdp(2), **IN_BF16, **FLOAT32),
+        Backend("tensor-parallel", TENSOR_PARALLEL, **BY_TP_PLAN),
         # Stock divides a count that it never summed over the ranks by their number.
-        Backend(
-            "tensor-parallel-counted-apart",
-            TENSOR_PARALLEL,
-            {"average_tokens_across_devices": False},
-            load=by_tp_plan,
-            data_ranks=1,
-            stock_wrong=True,
-        ),
+        Backend("tensor-parallel-counted-apart", TENSOR_PARALLEL, APART, stock_wrong=True, **BY_TP_PLAN),
         deepspeed(0, reports_norm=False),
         deepspeed(1),
         deepspeed(2),
         deepspeed(3),
         # Stock never steps the short last window.
-        deepspeed(2, "deepspeed-zero-2-not-told", prepare=not_told, stock_wrong=True),
-        deepspeed(2, "deepspeed-zero-2-offloaded", zero(2, "optimizer")),
-        deepspeed(3, "deepspeed-zero-3-offloaded", zero(3, "optimizer", "param")),
-        deepspeed(2, "deepspeed-zero-2-cpu-adam", cpu_adam(), compiles=True),
-        deepspeed(2, "deepspeed-zero-2-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
-        deepspeed(3, "deepspeed-zero-3-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
+        deepspeed(2, "-not-told", prepare=not_told, stock_wrong=True),
+        deepspeed(2, "-offloaded", zero(2, "optimizer")),
+        deepspeed(3, "-offloaded", zero(3, "optimizer", "param")),
+        deepspeed(2, "-cpu-adam", cpu_adam(), compiles=True),
+        deepspeed(2, "-bf16", **IN_BF16),
+        deepspeed(3, "-bf16", **IN_BF16),
     )
 }

@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig, PartialState
-from accelerate.utils import DistributedType
+from accelerate import ParallelismConfig
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -30,9 +30,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralModel
 
 from hf_accum_fix import observations
 from tests.backends.rows import DEEPSPEED, FSDP2, LAUNCHED_DEEPSPEED, Backend, launched_fsdp, zero
-from tests.backends.trajectory import furthest, gathered, variables, without_compiling
+from tests.backends.trajectory import furthest, gathered, sharding_on, variables, without_compiling
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
+from tests.ranks import on_ranks, selected
 
+Adapt = Callable[[nn.Module], nn.Module]
 CUT, RATE, CLIPPED, UNCLIPPED = 2, 0.5, 0.5, 1e30
 #: Of four samples in a row, since gloo gathers equal widths alone; two ranks hold as many positions of each.
 LENGTHS = (16, 12, 14)
@@ -110,34 +112,55 @@ def of_window(rows: Sequence[Any], ranks: int, split: tuple[int, int], window: i
     return found
 
 
-def plain_sgd(
-    model: nn.Module,
-    windows: Sequence[Sequence[dict[str, Tensor]]],
-    max_norm: float,
-    smoothing: float = 0.0,
-) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """Change of the parameters, losses and norms of SGD over global batches, in float64."""
-    exact = copy.deepcopy(model).double()
-    start, losses, norms = trainable(exact), [], []
-    for rows in windows:
-        batch = stacked(rows)
-        logits = exact(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-        logits, labels = logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-        loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-        exact.zero_grad()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(nn.utils.clip_grad_norm_(exact.parameters(), max_norm)))
-        with torch.no_grad():
-            for parameter in (each for each in exact.parameters() if each.grad is not None):
-                parameter -= RATE * parameter.grad
-    return moved(exact, start), losses, norms
+Windows = Sequence[Sequence[dict[str, Tensor]]]
+#: Change of the parameters, losses and norms.
+Steps = tuple[dict[str, Tensor], list[float], list[float]]
 
 
-#: (model, windows of samples, max_norm) -> change of the parameters, losses and norms.
-Reference = Callable[
-    [nn.Module, Sequence[Sequence[dict[str, Tensor]]], float], tuple[dict[str, Tensor], list[float], list[float]]
-]
+def along(loss_of: Callable[[nn.Module, Sequence[dict[str, Tensor]]], Tensor]) -> Callable[..., Steps]:
+    """SGD over global batches, in float64: ``(model, windows, max_norm)``."""
+
+    def steps(model: nn.Module, windows: Windows, max_norm: float) -> Steps:
+        exact = copy.deepcopy(model).double()
+        start, losses, norms = trainable(exact), [], []
+        for rows in windows:
+            exact.zero_grad()
+            loss = loss_of(exact, rows)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+            norms.append(float(nn.utils.clip_grad_norm_(exact.parameters(), max_norm)))
+            with torch.no_grad():
+                for parameter in (each for each in exact.parameters() if each.grad is not None):
+                    parameter -= RATE * parameter.grad
+        return moved(exact, start), losses, norms
+
+    return steps
+
+
+def mean_of_targets(model: nn.Module, rows: Sequence[dict[str, Tensor]], smoothing: float = 0.0) -> Tensor:
+    batch = stacked(rows)
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    logits, labels = logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+
+
+plain_sgd = along(mean_of_targets)
+#: Arguments of a training with smoothed labels.
+SMOOTHING: dict[str, Any] = {
+    "arguments": {"label_smoothing_factor": 0.2},
+    "reference": along(functools.partial(mean_of_targets, smoothing=0.2)),
+}  # fmt: skip
+
+
+def rows_of(
+    request: pytest.FixtureRequest, each: Callable[[list[str]], dict[str, Any]], ranks_of: Callable[[str], int]
+) -> dict[str, Any]:
+    """By case, of those that will run: what ``each`` finds, by one start of two ranks and one of four."""
+    found: dict[str, Any] = {}
+    for ranks in (2, 4):
+        if cases := [case for case in dict.fromkeys(selected(request)) if ranks_of(case) == ranks]:
+            found |= on_ranks(each, cases, ranks=ranks, timeout=60 + 30 * len(cases))[0]
+    return found
 
 
 def ulysses(ranks: int) -> dict[str, Any]:
@@ -166,49 +189,29 @@ def registered() -> Iterator[None]:
 
 
 def under_ulysses(
-    stage: int,
-    ranks: int,
-    split: tuple[int, int],
-    path: str,
-    max_norm: float = UNCLIPPED,
-    targets: Sequence[tuple[int, int]] = RAGGED,
-    *,
-    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-    reference: Reference | None = None,
-    **options: Any,
-) -> Cut:
+    stage: int, ranks: int, split: tuple[int, int], path: str, *how_far: Any, adapt: Adapt = lambda model: model,
+    arguments: Mapping[str, Any] = MappingProxyType({}), **how: Any,
+) -> Cut:  # fmt: skip
     """Two steps by the Trainer under DeepSpeed's sequence parallelism.
 
-    ``split``: b and G; ``adapt``: what is made of the model; ``arguments``: of TrainingArguments; ``reference``: what
-    is right; None: `plain_sgd`; ``options``: of apply().
+    ``split``: b and G; ``adapt``: what is made of the model; ``arguments``: of TrainingArguments; the rest: `stepped`
     """
     # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
     unset_hf_deepspeed_config()
     model = adapt(llama())
-    with variables(LAUNCHED_DEEPSPEED), applied(path, **options), registered():
+    with variables(LAUNCHED_DEEPSPEED), applied(path), registered():
         given = {**zero(stage), **ulysses(ranks), **arguments}
         try:
-            backend = Backend("", DEEPSPEED)
-            return stepped(model, ranks, split, path, max_norm, targets, backend, given, reference or plain_sgd)
+            return stepped(model, ranks, split, path, Backend("", DEEPSPEED), given, *how_far, **how)
         finally:
             unset_hf_deepspeed_config()
 
 
 def under_context(
-    ranks: int,
-    split: tuple[int, int],
-    path: str,
-    max_norm: float = UNCLIPPED,
-    targets: Sequence[tuple[int, int]] = RAGGED,
-    *,
-    hands_number: bool = True,
-    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-    reference: Reference = plain_sgd,
-    **options: Any,
-) -> Cut:
-    """Two steps by the Trainer under context parallelism; ``hands_number``: the model takes num_items_in_batch."""
+    ranks: int, split: tuple[int, int], path: str, *, hands_number: bool = True, adapt: Adapt = lambda model: model,
+    arguments: Mapping[str, Any] = MappingProxyType({}), options: Mapping[str, Any] = MappingProxyType({}), **how: Any,
+) -> Cut:  # fmt: skip
+    """The same under context parallelism; ``hands_number``: the model takes num_items_in_batch."""
     model = adapt(llama())
     model.accepts_loss_kwargs = hands_number  # type: ignore[assignment]
     sizes = {"cp_size": CUT, "dp_replicate_size": 1, "dp_shard_size": ranks // CUT}
@@ -217,7 +220,7 @@ def under_context(
     launched = launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")
     with variables(launched), applied(path, **options), attention.installed():
         given = {"parallelism_config": ParallelismConfig(**sizes), **arguments}
-        return stepped(model, ranks, split, path, max_norm, targets, backend, given, reference)
+        return stepped(model, ranks, split, path, backend, given, **how)
 
 
 def errors_of(
@@ -294,17 +297,11 @@ class Gathered(torch.autograd.Function):
 
 
 def stepped(
-    model: nn.Module,
-    ranks: int,
-    split: tuple[int, int],
-    path: str,
-    max_norm: float,
-    targets: Sequence[tuple[int, int]],
-    backend: Backend,
-    arguments: dict[str, Any],
-    reference: Reference = plain_sgd,
-) -> Cut:
-    """Two steps of a model; ``arguments``: of TrainingArguments."""
+    model: nn.Module, ranks: int, split: tuple[int, int], path: str, backend: Backend, arguments: dict[str, Any],
+    max_norm: float = UNCLIPPED, targets: Sequence[tuple[int, int]] = RAGGED,
+    reference: Callable[..., Steps] = plain_sgd,
+) -> Cut:  # fmt: skip
+    """Two steps of a model; ``arguments``: of TrainingArguments; ``reference``: what is right."""
     b, steps = split
     rows = samples(targets, 3 * ranks * b * steps)
     windows = [of_window(rows, ranks, split, window, backend.wrapped == DEEPSPEED) for window in range(2)]
@@ -313,9 +310,7 @@ def stepped(
     given = {"ddp_backend": "gloo", "max_grad_norm": max_norm, "max_steps": 2, "learning_rate": RATE, **arguments}
     args = training_arguments(Path(tempfile.gettempdir()) / "cut", *split, **given)
     if backend.wrapped == FSDP2:
-        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
-        args.device  # noqa: B018 - it is set up when it is asked for
-        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        sharding_on(args)
     trainer = recorder(path)(model=model, args=args, train_dataset=rows, data_collator=stacked)
     if backend.prepare is not None:
         backend.prepare(trainer)

@@ -26,20 +26,22 @@ def copying(trainer: Any, model: nn.Module, inputs: Any, *rest: Any) -> Any:
     return Trainer.training_step(trainer, model, {key: each.clone() for key, each in inputs.items()}, *rest)
 
 
-def copied(path: str) -> cut.Cut:
+def copied() -> list[cut.Cut]:
     with mock.patch.object(StockRecorder, "training_step", copying, create=True):
-        return cut.under_context(cut.CUT, (2, 2), path, hands_number=False)
+        return [cut.under_context(cut.CUT, (2, 2), path, hands_number=False) for path in ("apply", "stock")]
 
 
 @pytest.mark.slow
 def test_a_step_that_copies_its_samples_does_not_cut_them_again() -> None:
-    ours, stock = (on_ranks(copied, path)[0] for path in ("apply", "stock"))
+    ours, stock = on_ranks(copied)[0]
     assert ours.error <= 4e-6 and ours.loss <= 1e-6 and ours.report["exact"], ours
     assert stock.error > 0.1, stock
 
 
 def routed(path: str) -> cut.Cut:
-    return cut.under_context(cut.CUT, (ROWS, 2), path, adapt=mixtral, reference=sgd_with_router, router_loss="exact")
+    return cut.under_context(
+        cut.CUT, (ROWS, 2), path, adapt=mixtral, reference=sgd_with_router, options={"router_loss": "exact"}
+    )
 
 
 @pytest.mark.slow

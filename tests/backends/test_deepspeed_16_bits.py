@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hf_accum_fix import observations
 from tests.backends import trajectory
-from tests.backends.rows import deepspeed
+from tests.backends.rows import IN_BF16, deepspeed
 from tests.backends.trajectory import HEADS, UNCLIPPED, furthest, reference
 from tests.ranks import on_ranks
 
-BF16 = deepspeed(0, "deepspeed-zero-0-bf16", {"bf16": True}, compute=torch.bfloat16, reports_norm=False)
+BF16 = deepspeed(0, "-bf16", reports_norm=False, **IN_BF16)
 
 
 def losses(path: str) -> tuple[list[float], dict[str, Any]]:

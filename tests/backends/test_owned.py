@@ -63,12 +63,8 @@ def row(case: str) -> dict[str, dict[str, Any]]:
     """By trainer and head: whether it is called exact, and how far off it is."""
     found = {}
     # The last is a head that takes the number and drops it, which a rank without a target cannot see.
-    for kind, name in (
-        (ByNumber, "llama"),
-        (OwnMean, "llama"),
-        (BySteps, "llama"),
-        (StockRecorder, "llama-classification"),
-    ):
+    kinds = {ByNumber: "llama", OwnMean: "llama", BySteps: "llama", StockRecorder: "llama-classification"}
+    for kind, name in kinds.items():
         pass_over_imports()
         head = blind_at_first(HEADS[name], SPLITS[0][0])
         hf_accum_fix.observations.clear()

@@ -60,13 +60,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def looped(
-    dtype: torch.dtype,
-    after: After = nothing,
-    before: Callable[[nn.Module], Any] | None = None,
-    *,
-    windows: int = 1,
+    dtype: torch.dtype, after: After = nothing, before: Callable[[nn.Module], Any] | None = None, *, windows: int = 1,
     **options: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The report on some windows of a loop."""
     model = HEAD.build().to(dtype).train()
     if before is not None:
@@ -75,7 +71,7 @@ def looped(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for window in accumulation_windows(loader, steps=STEPS, **options):
         for place, batch in enumerate(window):
-            with window.micro_batch(model):
+            with contextlib.suppress(MemoryError), window.micro_batch(model):
                 window.loss(model, batch).backward()  # type: ignore[no-untyped-call]
                 after(model, place)
         optimizer.step()
@@ -118,17 +114,11 @@ def test_every_so_many_windows_are_checked(every: int, found: bool) -> None:
 
 
 def test_a_gradient_of_zero_is_looked_at_again() -> None:
-    begun = 0
-
-    def zero_at_first(model: nn.Module, place: int) -> None:
-        nonlocal begun
-        begun += place == 0
-
     def hide(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
 
-    run = looped(torch.float64, zero_at_first, hide, windows=2)
+    run = looped(torch.float64, before=hide, windows=2)
     assert run["reached_optimizer"].startswith("yes, ")
 
 
@@ -146,14 +136,7 @@ def test_a_micro_batch_that_fails_ends_no_training() -> None:
         if place == 0:
             raise MemoryError
 
-    model, head = HEAD.build(), HEAD
-    loader: Any = DataLoader(samples_of(head)[:8], batch_size=2, collate_fn=head.batch)  # type: ignore[arg-type]
-    for window in accumulation_windows(loader, steps=STEPS):
-        for place, batch in enumerate(window):
-            with contextlib.suppress(MemoryError), window.micro_batch(model):
-                window.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-                fails(model, place)
-    words = hf_accum_fix.report().to_dict()["runs"][-1]["reached_optimizer"]
+    words = looped(torch.float64, fails)["reached_optimizer"]
     assert words == "not checked: a micro-batch, or reading its gradient, failed on a rank"
 
 
@@ -175,9 +158,6 @@ def test_a_gradient_that_cannot_be_read_ends_no_training(place: str, monkeypatch
 
     monkeypatch.setattr(Watched, place, fails) if place == "_add" else monkeypatch.setattr(watched, "_gradient", fails)
     assert "failed on a rank" in looped(torch.float64)["reached_optimizer"]
-
-
-# --- numbers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

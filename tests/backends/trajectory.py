@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -31,7 +33,7 @@ from tests.numerics.heads import Head, Sample
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import one_class, text, with_labels, without_targets
 from tests.numerics.heads.text import DECODER
-from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
+from tests.numerics.parity import applied, moved, pass_over_imports, recorder, relative, trainable, training_arguments
 
 #: Micro-batch size and accumulation steps on each of two ranks: the same global batches of 8, 8 and 4 samples.
 SPLITS = ((1, 4), (2, 2))
@@ -69,7 +71,7 @@ class Trajectory:
         """Relative errors: of the parameter change, and the largest of the steps' losses and norms."""
         return {
             "change": self.error(reference),
-            "loss": furthest(self.losses, reference.losses),
+            "loss": furthest(self.losses, reference.losses) if self.losses else 0.0,
             "norm": furthest(self.norms, reference.norms) if self.norms else 0.0,
         }
 
@@ -131,6 +133,35 @@ def reference(
     return Trajectory(moved(model, start), losses, norms)
 
 
+def references(head: Head, max_norm: float, backend: Backend) -> tuple[Trajectory, Trajectory, float]:
+    """In float64 and in the backend's precision, and what the order of the samples makes of the latter."""
+    exact, wanted = (reference(head, max_norm, backend, exact=exact) for exact in (True, False))
+    return exact, wanted, reference(head, max_norm, backend, by=1, order=-1).error(wanted)
+
+
+def compared(found: Trajectory, exact: Trajectory, wanted: Trajectory) -> dict[str, Any]:
+    return {"exact": found.error(exact), **found.errors(wanted), "norms": found.norms}
+
+
+def attempted(run: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    """What ``run`` returns or, of all ranks alike, or the others would wait for ever, what it raised."""
+    pass_over_imports()
+    try:
+        return run(*given, **how)
+    except Exception:
+        return {"raised": traceback.format_exc()[-3000:]}
+
+
+def assert_steps(runs: Sequence[dict[str, Any]], backend: Backend, least: float = 0.0) -> None:
+    """To twice what the order of the samples does in this precision; in float64 the loss is still made in float32."""
+    for run in runs:
+        tolerance = max(1e-6 if backend.dtype == torch.float64 else 2 * run["noise"], least)
+        assert run["change"] <= tolerance and run["norm"] <= tolerance, run
+        assert run["loss"] <= max(tolerance, 1e-6), run
+        # Clipping in float32 rounds more than the order of the samples does.
+        assert (least and run["max_norm"] < 1) or run["exact"] <= 2 * tolerance + 1e-5, run
+
+
 def items_of(head: Head, samples: Sequence[Sample]) -> int:
     """Targets of some samples; a causal head's first label is none."""
     labels = [sample["labels"][1:] if head.name == "llama" else sample["labels"] for sample in samples]
@@ -138,18 +169,9 @@ def items_of(head: Head, samples: Sequence[Sample]) -> int:
 
 
 def train(
-    head: Head,
-    backend: Backend,
-    split: tuple[int, int],
-    path: str,
-    max_norm: float,
-    output: Path,
-    *,
-    stream: bool = False,
-    trainer_class: type | None = None,
-    device: str = "cpu",
-    **options: Any,
-) -> Trajectory:
+    head: Head, backend: Backend, split: tuple[int, int], path: str, max_norm: float, output: Path, *,
+    stream: bool = False, trainer_class: type | None = None, device: str = "cpu", **options: Any,
+) -> Trajectory:  # fmt: skip
     """The same by the Trainer on this backend.
 
     Args:
@@ -164,27 +186,17 @@ def train(
     if stream:
         # A dispatching loader would have to concatenate ragged samples.
         given |= {"max_steps": len(WINDOWS), "accelerator_config": {"dispatch_batches": False}}
+    data = Stream(samples_of(head)) if stream else samples_of(head)
+    arguments = partial(training_arguments, output, per_device, accumulate, **given)
+    make = partial(trainer_class or recorder(path), train_dataset=data, data_collator=head.batch)
     with applied(path, **options):
-        return trained_on(
-            backend,
-            lambda: built(head, backend),
-            partial(training_arguments, output, per_device, accumulate, **given),
-            partial(
-                trainer_class or recorder(path),
-                train_dataset=Stream(samples_of(head)) if stream else samples_of(head),
-                data_collator=head.batch,
-            ),
-            device,
-        )
+        return trained_on(backend, lambda: built(head, backend), arguments, make, device)
 
 
 def trained_on(
-    backend: Backend,
-    build: Callable[[], nn.Module],
-    arguments: Callable[..., Any],
-    make: Callable[..., Any],
+    backend: Backend, build: Callable[[], nn.Module], arguments: Callable[..., Any], make: Callable[..., Any],
     device: str = "cpu",
-) -> Trajectory:
+) -> Trajectory:  # fmt: skip
     """Train on a backend what ``build`` makes; ``arguments`` and ``make`` lack the backend's, the model and them."""
     # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
     unset_hf_deepspeed_config()
@@ -198,9 +210,7 @@ def trained_on(
         where = {"ddp_backend": dist.get_backend(), "use_cpu": device == "cpu"}
         args = arguments(**where, **copy.deepcopy(dict(backend.arguments)))
         if backend.wrapped in (FSDP1, FSDP2, TENSOR_PARALLEL):
-            # accelerate shards on devices alone; from here on it is its own code, on the CPU.
-            args.device  # noqa: B018 - it is set up when it is asked for
-            PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device(device))
+            sharding_on(args, device)
         trainer = make(model=model, args=args)
         if backend.prepare is not None:
             backend.prepare(trainer)
@@ -215,6 +225,20 @@ def trained_on(
         [float(entry["loss"]) for entry in logged],
         [float(entry["grad_norm"]) for entry in logged] if backend.reports_norm else [],
     )
+
+
+def sharding_on(args: Any = None, device: str = "cpu") -> None:
+    """Let accelerate shard, which it does on devices alone; from here on it is its own code, on the CPU."""
+    if args is not None:
+        args.device  # noqa: B018 - it is set up when it is asked for
+    PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device(device))
+
+
+def fresh_state() -> None:
+    """Of accelerate, on CPU ranks; it keeps the last for the whole process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    PartialState(cpu=True, backend="gloo")
 
 
 def gathered(model: nn.Module, backend: Backend) -> dict[str, Tensor]:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
-import hf_accum_fix
 from hf_accum_fix.data.balancing import Dealer, Samples
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
+from tests.loop.steps import take_steps
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS
+from tests.numerics.parity import cut, reference_step
 
 QUIET = {"progress": False}
 
@@ -53,9 +53,6 @@ def prepared(rows: Any, batch_size: int = 2, *, ranks: int = 1, rank: int = 0, *
     more = {key: kwargs.pop(key) for key in ("even_batches", "split_batches") if key in kwargs}
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=padded, **kwargs)
     return prepare_data_loader(loader, num_processes=ranks, process_index=rank, put_on_device=True, **more)
-
-
-# --- lengths known --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -153,23 +150,20 @@ def test_what_a_length_is(options: BalanceOptions, wanted: list[int], kind: str)
 
 
 def test_a_length_that_cannot_be_told_is_asked_for() -> None:
-    with pytest.raises(
-        OptionsError, match=r"a sample that holds \['pixel_values'\]; expected its length by its input_ids"
+    unknown = r"a sample that holds \['pixel_values'\]; expected its length by its input_ids"
+    for options, rows, words in (
+        (BalanceOptions(), [{"pixel_values": 1}] * 8, unknown),
+        (BalanceOptions(lengths="tokens"), texts(8), "expected its length by lengths='tokens'"),
     ):
-        Dealer(BalanceOptions(), **QUIET).around(prepared([{"pixel_values": 1}] * 8), 2)
-    with pytest.raises(OptionsError, match=r"expected its length by lengths='tokens'"):
-        Dealer(BalanceOptions(lengths="tokens"), **QUIET).around(prepared(texts(8)), 2)
+        with pytest.raises(OptionsError, match=words):
+            Dealer(options, **QUIET).around(prepared(rows), 2)
 
 
 def test_rows_of_a_micro_batch_are_limited() -> None:
     rows = [{"input_ids": [1] * n} for n in (1, 1, 1, 1, 1, 1, 50, 50)]
-    sizes = [len(batch) for batch in Dealer(BalanceOptions(), **QUIET).around(prepared(rows), 4)]
-    assert max(sizes) > 3
-    limited = Dealer(BalanceOptions(max_rows_per_micro_batch=3), **QUIET).around(prepared(rows), 4)
-    assert max(len(batch) for batch in limited) <= 3
-
-
-# --- lengths not known ----------------------------------------------------------------------------------------------
+    for most in (None, 3):
+        dealt = Dealer(BalanceOptions(max_rows_per_micro_batch=most), **QUIET).around(prepared(rows), 4)
+        assert (max(map(len, dealt)) > 3) == (most is None)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -204,65 +198,40 @@ def test_samples_pass_a_loader_untouched_where_a_list_would_be_cut() -> None:
 
     cut = [row.tolist() for batch in of(list) for row in batch]
     assert cut != [row.tolist() for row in rows]
-    with pytest.raises(UnsupportedSetupError, match="dispatch_batches"):
-        Dealer(BalanceOptions(), **QUIET).around(of(torch.stack), 2)
+    for loader, words in (
+        (of(torch.stack), "dispatch_batches"),
+        (DataLoader(texts(8), batch_size=None), "a batch sam"),
+    ):
+        with pytest.raises(UnsupportedSetupError, match=words):
+            Dealer(BalanceOptions(), **QUIET).around(loader, 2)
     kept = prepare_data_loader(
         DataLoader(Stream(rows), batch_size=3, collate_fn=Samples), dispatch_batches=False, put_on_device=True
     )
     assert all(row is wanted for row, wanted in zip((r for batch in kept for r in batch.rows), rows, strict=True))
 
 
-def test_a_loader_whose_dataset_makes_the_batches_is_refused() -> None:
-    with pytest.raises(UnsupportedSetupError, match="without a batch sampler"):
-        Dealer(BalanceOptions(), **QUIET).around(DataLoader(texts(8), batch_size=None), 2)
-
-
-# --- who waits for whom ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "wanted"),
-    [
-        (DistributedType.NO, 0, False),
-        (DistributedType.MULTI_CPU, 0, False),
-        (DistributedType.FSDP, 0, True),
-        (DistributedType.DEEPSPEED, 1, False),
-        (DistributedType.DEEPSPEED, 3, True),
-    ],
-)
-def test_engines_that_meet_in_every_micro_batch(kind: Any, stage: int, wanted: bool) -> None:
-    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-    assert waits_every_micro_batch(SimpleNamespace(distributed_type=kind, state=state)) is wanted
+def test_engines_that_meet_in_every_micro_batch() -> None:
+    kinds = {
+        ("NO", 0): False,
+        ("MULTI_CPU", 0): False,
+        ("FSDP", 0): True,
+        ("DEEPSPEED", 1): False,
+        ("DEEPSPEED", 3): True,
+    }
+    for (kind, stage), wanted in kinds.items():
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+        live = SimpleNamespace(distributed_type=DistributedType[kind], state=state)
+        assert waits_every_micro_batch(live) is wanted, (kind, stage)
 
 
 def test_a_loop_over_accumulation_windows_takes_the_full_batch_step() -> None:
     """Dealt before it is handed over, in a loop of one's own; the head returns its own mean."""
     head = HEADS["bert-mlm"]
-    model = head.build()
-    wanted = torch.autograd.grad(head.reference_loss(model, head.batch(head.samples)), [*used(model)])
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    loader = accelerator.prepare(DataLoader(list(head.samples), batch_size=2, collate_fn=head.batch))
-    loader = Dealer(BalanceOptions(), **QUIET).around(loader, 4)
-    [window] = list(loop_once(loader, accelerator, model))
-    assert len({len(batch["labels"]) for batch in window}) > 1
-    for parameter, gradient in zip(used(model), wanted, strict=True):
-        assert parameter.grad is not None
-        assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
-
-
-def used(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [p for name, p in model.named_parameters() if "pooler" not in name]
-
-
-def loop_once(loader: Any, accelerator: Any, model: torch.nn.Module) -> Iterator[list[Any]]:
-    """One epoch of backward passes; the micro-batches of each window."""
-    for window in hf_accum_fix.accumulation_windows(loader, accelerator):
-        run = []
-        for batch in window:
-            with window.micro_batch(model):
-                accelerator.backward(window.loss(model, batch))
-            run.append(batch)
-        yield run
+    loader = DataLoader(list(head.samples), batch_size=2, collate_fn=head.batch)  # type: ignore[arg-type]
+    dealt = Dealer(BalanceOptions(), **QUIET).around(prepare_data_loader(loader, put_on_device=True), 4)
+    assert len({len(batch["labels"]) for batch in dealt}) > 1
+    step, _, _ = take_steps(head, head.samples, 2, 4, "windows", batches=dealt)
+    assert step.error(reference_step(head, cut(head.samples, 2))) <= 1e-12
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix.data.balancing import Dealer
@@ -15,15 +14,8 @@ from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
 from tests.balancing.trainings import BALANCE, KINDS, dealt, train
 from tests.logged import Said
-from tests.numerics.heads import HEADS
-from tests.numerics.parity import (
-    ClassRecorder,
-    StockRecorder,
-    contract_of,
-    cut,
-    reference_step,
-    take_step,
-)
+from tests.numerics.heads import HEADS, before
+from tests.numerics.parity import ClassRecorder, StockRecorder, contract_of, cut, reference_step, take_step
 
 
 class DealtClass(ClassRecorder):
@@ -42,7 +34,7 @@ EVERYDAY = ("llama", "bert-mlm", "bert-classes", "uses-int", "wav2vec2-ctc-sum",
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in KINDS]
+    "name", [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.thorough) for name in KINDS]
 )
 def test_every_kind_of_loss_takes_the_full_batch_step(name: str, tmp_path: Path) -> None:
     head = HEADS[name]
@@ -76,15 +68,11 @@ def test_a_loss_that_hangs_on_its_micro_batch_is_refused_by_name(name: str, tmp_
 def test_off_by_default_and_what_is_given_is_checked() -> None:
     assert Options().balance_windows is False
     assert Options(balance_windows=True) == Options(balance_windows=BalanceOptions())
-    with pytest.raises(OptionsError, match="got balance_windows=1; expected True"):
-        Options(balance_windows=1)  # type: ignore[arg-type]
-    with pytest.raises(OptionsError, match="got max_rows_per_micro_batch=0; expected an integer"):
-        BalanceOptions(max_rows_per_micro_batch=0)
-    with pytest.raises(OptionsError, match="got lengths=3; expected a column"):
-        BalanceOptions(lengths=3)  # type: ignore[arg-type]
-
-
-# --- whole trajectories ---------------------------------------------------------------------------------------------
+    wrong = {"balance_windows=1; expected True": Options, "lengths=3; expected a column": BalanceOptions}
+    for words, kind in {**wrong, "max_rows_per_micro_batch=0; expected an integer": BalanceOptions}.items():
+        name, _, value = words.partition(";")[0].partition("=")
+        with pytest.raises(OptionsError, match=f"got {words}"):
+            kind(**{name: int(value)})
 
 
 @pytest.mark.parametrize("head", [pytest.param("llama", marks=pytest.mark.slow), "bert-mlm"])
@@ -93,7 +81,7 @@ def test_off_by_default_and_what_is_given_is_checked() -> None:
     [
         {"stream": True},
         *(
-            pytest.param(each, marks=pytest.mark.slow)
+            pytest.param(each, marks=pytest.mark.thorough)
             for each in ({}, {"dataloader_drop_last": True}, {"dataloader_num_workers": 2})
         ),
     ],
@@ -111,7 +99,9 @@ def test_the_trajectory_is_that_of_the_windows_as_they_come(head: str, more: dic
         assert sum(rows * width for rows, width in found.shapes) < sum(a * b for a, b in as_they_come.shapes)
 
 
-@pytest.mark.parametrize("saved", [pytest.param(4, marks=pytest.mark.slow), 5, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "saved", [pytest.param(4, marks=pytest.mark.thorough), 5, pytest.param(7, marks=pytest.mark.thorough)]
+)
 def test_cut_and_resumed_it_is_the_same_trajectory(saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in the second epoch and in the third, counted from one, and before a short last window."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -131,13 +121,7 @@ def test_a_dispatched_stream_is_said_or_refused(tmp_path: Path, said: Said) -> N
         train(tmp_path, balance=True, stream=True, accelerator_config={"dispatch_batches": True})
 
 
-needs_batch_rebalance = pytest.mark.skipif(
-    "batch_rebalance" not in str(TrainingArguments.__dataclass_fields__.get("train_sampling_strategy")),
-    reason="batch_rebalance came with 5.17",
-)
-
-
-@needs_batch_rebalance
+@pytest.mark.skipif(before("5.17"), reason="batch_rebalance came with 5.17")
 @pytest.mark.parametrize("head", [pytest.param("llama", marks=pytest.mark.slow), "bert-mlm"])
 def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, said: Said) -> None:
     """batch_rebalance: the micro-batches are its own, and gradient and log are fixed."""

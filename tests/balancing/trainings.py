@@ -91,18 +91,10 @@ class Run(Trained):
 
 
 def train(
-    output: Path,
-    *,
-    balance: bool | BalanceOptions,
-    head: str = "llama",
-    world_size: int = 1,
-    stream: bool = False,
-    checkpoint: Path | None = None,
-    patched: bool = True,
-    rows: int = ROWS,
-    prepare: Callable[[Any], object] = lambda args: None,
-    **arguments: Any,
-) -> Run:
+    output: Path, *, balance: bool | BalanceOptions, head: str = "llama", world_size: int = 1, stream: bool = False,
+    checkpoint: Path | None = None, patched: bool = True, rows: int = ROWS,
+    prepare: Callable[[Any], object] = lambda args: None, **arguments: Any,
+) -> Run:  # fmt: skip
     """Three epochs in the Trainer's own order, with the patch on."""
     count = ROWS * MICRO_BATCHES * world_size - 1
     batches: list[tuple[list[int], int]] = []

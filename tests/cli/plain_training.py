@@ -26,22 +26,11 @@ def main(output: str, per_device: int, accumulate: int) -> None:
     model = HEAD.build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     args = TrainingArguments(
-        output_dir=f"{output}.trainer",
-        per_device_train_batch_size=per_device,
-        gradient_accumulation_steps=accumulate,
-        max_steps=1,
-        learning_rate=1.0,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=1e30,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        remove_unused_columns=False,
+        f"{output}.trainer", per_device_train_batch_size=per_device, gradient_accumulation_steps=accumulate,
+        max_steps=1, learning_rate=1.0, optim="sgd", lr_scheduler_type="constant", max_grad_norm=1e30, use_cpu=True,
+        report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, remove_unused_columns=False,
         dataloader_pin_memory=False,
-    )
+    )  # fmt: skip
     trainer = InOrder(model=model, args=args, train_dataset=list(HEAD.samples), data_collator=HEAD.batch)
     trainer.train()
     if args.process_index == 0:

@@ -18,26 +18,18 @@ from hf_accum_fix.options import Options
 from tests.cli.processes import environment, start
 
 ON = "hf-accum-fix: stand-in is on\n"
+TRAINER = "class Trainer:\n    patched = False\n"
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
     """A folder with a transformers.trainer, and an hf_accum_fix that notes on the class that it was applied."""
-    files = {
-        "transformers/__init__.py": "",
-        "transformers/trainer.py": "class Trainer:\n    patched = False\n",
-        "hf_accum_fix/__init__.py": "",
-        "hf_accum_fix/cli/__init__.py": "",
-        "hf_accum_fix/cli/inherit.py": (
-            "def apply_inherited():\n"
-            "    from transformers.trainer import Trainer\n"
-            "    Trainer.patched = True\n"
-            "    return 'stand-in is on'\n"
-        ),
-    }
-    for name, text in files.items():
-        write(tmp_path / "stand_in" / name, text)
-    return tmp_path / "stand_in"
+    folder, lines = tmp_path / "stand_in", "from transformers.trainer import Trainer; Trainer.patched = True"
+    for name in ("transformers", "hf_accum_fix", "hf_accum_fix/cli"):
+        write(folder / name / "__init__.py", "")
+    write(folder / "transformers/trainer.py", TRAINER)
+    write(folder / "hf_accum_fix/cli/inherit.py", f"def apply_inherited():\n    {lines}; return 'stand-in is on'\n")
+    return folder
 
 
 def write(file: Path, text: str) -> Path:
@@ -73,9 +65,6 @@ def test_nothing_else_is_touched(stand_in: Path) -> None:
     assert printed == ""
 
 
-# --- once per job -----------------------------------------------------------------------------------------------------
-
-
 def test_spawned_workers_are_patched(stand_in: Path, tmp_path: Path) -> None:
     main = write(
         tmp_path / "main.py",
@@ -102,7 +91,7 @@ def test_a_process_without_the_patch_prints_that_whatever_was_printed_before(
 ) -> None:
     """A launcher on another Python, or on another machine, prints "is on"; the rank that trains stock is this one."""
     write(tmp_path / "transformers/__init__.py", "")
-    write(tmp_path / "transformers/trainer.py", "class Trainer:\n    patched = False\n")
+    write(tmp_path / "transformers/trainer.py", TRAINER)
     write(tmp_path / "hf_accum_fix/__init__.py", "")  # of an age without a command line
     out, printed = python(PATCHED, tmp_path, **rank, **announced)
     assert out == "False\n"
@@ -114,9 +103,6 @@ def test_a_process_without_the_patch_prints_that_whatever_was_printed_before(
 )
 def test_the_first_rank_speaks(rank: dict[str, str], line: str, stand_in: Path) -> None:
     assert python(PATCHED, stand_in, **rank) == ("True\n", line)
-
-
-# --- when it cannot be ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refusal", ["RuntimeError('no')", "SystemExit('no')"])
@@ -131,9 +117,6 @@ def test_no_further_attempt_gets_a_stock_trainer(refusal: str, stand_in: Path) -
         "        print(error)\n"
     )
     assert python(script, stand_in) == ("no\nno\n", "")
-
-
-# --- the sitecustomize it hides ---------------------------------------------------------------------------------------
 
 
 def test_the_hidden_one_runs_and_is_the_module(stand_in: Path, tmp_path: Path) -> None:
@@ -157,16 +140,16 @@ def test_a_hidden_one_that_clears_the_finders_does_not_remove_ours(clear: str, s
     assert python(PATCHED, hidden.parent, stand_in) == ("True\n", ON)
 
 
-# --- what ``run`` hands down, and what a process does with it as soon as it has a Trainer ---------------------------
-
-
-def test_pythonpath_of_the_user_is_kept_behind_ours() -> None:
-    here = os.path.abspath("")  # noqa: PTH100 - what Python makes of an empty entry
-    for before, behind in (("/one:/two", ":/one:/two"), ("", ""), ("/one:", f":/one:{here}")):
+def test_pythonpath_of_the_user_is_kept_behind_ours_and_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = {"/one:/two": ":/one:/two", "": "", "/one:": f":/one:{tmp_path}"}
+    for before, behind in {**paths, "src:../two": f":{tmp_path}/src:{tmp_path.parent}/two"}.items():
         handed = environment_for(Options(), {"PYTHONPATH": before.replace(":", os.pathsep), "HOME": "/"})
         assert handed["PYTHONPATH"] == BOOTSTRAP + behind.replace(":", os.pathsep)
         assert handed["HOME"] == "/"
-    assert environment_for(Options(), {})["PYTHONPATH"] == BOOTSTRAP
+    assert environment_for(Options(), {})["PYTHONPATH"] == BOOTSTRAP and Path(BOOTSTRAP).is_absolute()
 
 
 def test_the_options_travel() -> None:
@@ -181,9 +164,6 @@ def test_the_options_travel() -> None:
 def test_a_variable_of_somebody_else_is_refused(text: str) -> None:
     with pytest.raises(OptionsError):
         inherited_options({VARIABLE: text})
-
-
-# --- in a process that trains -----------------------------------------------------------------------------------------
 
 
 def theirs(self: Any, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> None:

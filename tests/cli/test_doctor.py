@@ -30,27 +30,23 @@ def report_on(release: str | None, state: str = "not applied", missing: tuple[st
     return Report("0.1.0", state, installed, make_plan(installed, Options()), missing, ())
 
 
-@pytest.mark.parametrize(
-    ("release", "verdict", "reason"),
-    [
-        ("5.24.0", Answer.DEFECTS, "not fixed in this process (not applied)"),
-        ("5.25.0", Answer.COULD_NOT_TELL, "not of transformers 5.25.0"),
-        ("5.24.1.dev0", Answer.COULD_NOT_TELL, "pre-release"),
-        ("from git", Answer.COULD_NOT_TELL, "of no release: 'from git'"),
-        (None, Answer.COULD_NOT_TELL, "not installed"),
-    ],
-)
-def test_the_verdict_on_a_release(release: str | None, verdict: Answer, reason: str) -> None:
-    found = judge(report_on(release))
-    assert found[0] is verdict
-    assert reason in found[1]
+REASONS = {
+    "5.24.0": "not fixed in this process (not applied)", "5.25.0": "not of transformers 5.25.0",
+    "5.24.1.dev0": "pre-release", "from git": "of no release: 'from git'", None: "not installed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", REASONS, ids=str)
+def test_the_verdict_on_a_release(release: str | None) -> None:
+    verdict, reason = judge(report_on(release))
+    assert REASONS[release] in reason
+    assert verdict is (Answer.DEFECTS if release == "5.24.0" else Answer.COULD_NOT_TELL)
 
 
 def test_the_verdict_on_a_process() -> None:
     assert judge(report_on("5.23.0", "applied"))[0] is Answer.CLEAN
-    assert judge(report_on("5.23.0", "applied", missing=("compute_loss",)))[0] is Answer.DEFECTS
-    assert judge(report_on("5.23.0", "switched off"))[0] is Answer.DEFECTS
-    assert judge(report_on("5.23.0", "pending"))[0] is Answer.DEFECTS
+    for state, missing in (("applied", ("compute_loss",)), ("switched off", ()), ("pending", ())):
+        assert judge(report_on("5.23.0", state, missing))[0] is Answer.DEFECTS
     assert judge(report_on("5.25.0", "applied"))[0] is Answer.COULD_NOT_TELL
     changed = report_on("5.22.7", "applied")
     changed = replace(changed, plan=replace(changed.plan, untested="compute_loss of Trainer is not as it was"))
@@ -74,9 +70,6 @@ def test_every_form_has_each_present_defect_and_no_other(form: Any, release: str
         assert [*rows] == [defect.name for defect in DEFECTS]
         assert rows["gradient-divided-twice"]["decision"] == ("fix" if release == "5.3.0" else "not affected")
     assert ("pip install -U transformers" in flat) == (release == "4.40.0")
-
-
-# --- this process -----------------------------------------------------------------------------------------------------
 
 
 def test_the_exit_code_and_the_json_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +108,6 @@ def test_the_lines_of_every_open_defect_are_in_the_newest_tested_release() -> No
     assert still_open <= {*LINES} <= {defect.name for defect in DEFECTS}
     if transformers.__version__ == TESTED_RELEASES[-1]:
         assert still_open <= still_in(transformers.__path__)
-
-
-# --- a model ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(transformers.__version__ != TESTED_RELEASES[-1], reason="what the newest release does")
@@ -165,9 +155,6 @@ def test_a_class_that_cannot_be_fed_is_no_answer(name: str, reason: str, capsys:
 def test_another_name_is_wrong_usage(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", asked]) == 2
     assert f"got {asked!r}; expected a model class" in capsys.readouterr().err
-
-
-# --- an installation that does not work -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

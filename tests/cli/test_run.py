@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, environment_for, inherited_options
+from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, inherited_options
 from hf_accum_fix.cli.run import defeating_flag
-from hf_accum_fix.options import Options
 from tests.cli.processes import ROOT, RUN, environment, start
 
 SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
@@ -20,9 +18,6 @@ SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return start([*RUN, *command], environment(**variables))
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dashes", [(), ("--",)])
@@ -43,9 +38,6 @@ def test_a_command_that_cannot_be_run(tmp_path: Path) -> None:
     assert done.returncode == 126 and "no_program: Permission denied" in done.stderr
 
 
-# --- the environment it hands down ------------------------------------------------------------------------------------
-
-
 def test_the_inner_of_two_runs_counts() -> None:
     inner = [*RUN, "--allow-foreign", "in.ner", sys.executable, "-c", SHOW]
     handed = json.loads(run("--allow-foreign", "out.er", *inner, PYTHON_HF_ACCUM_FIX_ANNOUNCED="1").stdout)
@@ -61,42 +53,22 @@ def test_switched_off_the_command_runs_as_it_is() -> None:
     assert run("true", HF_ACCUM_FIX="maybe").returncode == 2
 
 
-# --- interpreters that do not listen ----------------------------------------------------------------------------------
+FLAGS = {
+    "python -I train.py": "-I", "python3.11 -u -E train.py": "-E", "python -W ignore -S train.py": "-S",
+    "python train.py -I": None, "python -mIE": None, "python -c print() -S": None, "python - -I": None,
+    # Only the Python that a command starts is looked at.
+    "torchrun -I train.py": None, "env echo python -I": None, "torchrun train.py python -I": None,
+    "nice -n 10 python -I train.py": "-I", "env -u A B=1 nice python -E train.py": "-E",
+    "torchrun --nproc_per_node 2 --no-python python -I train.py": "-I",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("command", "flag"),
-    [
-        ("python -I train.py", "-I"),
-        ("python3.11 -u -E train.py", "-E"),
-        ("python -W ignore -S train.py", "-S"),
-        ("python train.py -I", None),
-        ("python -mIE", None),
-        ("python -c print() -S", None),
-        ("python - -I", None),
-        ("torchrun -I train.py", None),
-        # Only the Python that a command starts is looked at.
-        ("env echo python -I", None),
-        ("torchrun train.py python -I", None),
-        ("nice -n 10 python -I train.py", "-I"),
-        ("env -u A B=1 nice python -E train.py", "-E"),
-        ("torchrun --nproc_per_node 2 --no-python python -I train.py", "-I"),
-    ],
-)
-def test_the_flags_that_defeat_it_are_found(command: str, flag: str | None) -> None:
-    assert defeating_flag(command.split()) == flag
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_that_defeat_it_are_found(command: str) -> None:
+    assert defeating_flag(command.split()) == FLAGS[command]
 
 
 def test_such_a_python_is_not_started() -> None:
     done = run(sys.executable, "-I", "-c", "print('trained')")
     assert (done.returncode, done.stdout) == (2, "")
     assert "-I makes Python ignore PYTHONPATH" in done.stderr
-
-
-@pytest.mark.slow
-def test_every_folder_handed_down_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = os.pathsep.join(("src", "/one", "", "../two"))
-    handed = environment_for(Options(), {"PYTHONPATH": before})["PYTHONPATH"].split(os.pathsep)
-    assert handed == [BOOTSTRAP, str(tmp_path / "src"), "/one", str(tmp_path), str(tmp_path.parent / "two")]
-    assert Path(BOOTSTRAP).is_absolute()

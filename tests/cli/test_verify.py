@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from hf_accum_fix.cli import main
-from tests.cli.processes import ROOT, environment, start
+from tests.cli.processes import ROOT, environment, start, unread
+from tests.torchrun import torchrun
 
 VERIFY = [sys.executable, "-m", "hf_accum_fix", "verify"]
 
-#: 4x too large as stock trains it: the head takes any keyword and drops the number.
-SCRIPT = """
+#: A trainer of eight samples, 2 x 4.
+MADE = """
 import tempfile
 import torch
 from transformers import Trainer, TrainingArguments
@@ -28,17 +29,21 @@ class Model(torch.nn.Module):
         super().__init__()
         self.last = torch.nn.Linear(4, 1)
 
-    def forward(self, x, labels=None, **kwargs):
-        return {"loss": (self.last(x)[:, 0] - labels).square().mean()}
+    def forward(self, x, labels=None):
+        logits = self.last(x)[:, 0]
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
 
-torch.manual_seed(0)
-arguments = TrainingArguments(
-    tempfile.mkdtemp(), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, use_cpu=True,
-    report_to="none", remove_unused_columns=False, save_strategy="no",
-)
-samples = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(16)]
-Trainer(model=Model(), args=arguments, train_dataset=samples).train()
+def made():
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, use_cpu=True,
+        report_to="none", remove_unused_columns=False, save_strategy="no",
+    )
+    torch.manual_seed(0)
+    samples = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(16)]
+    return Trainer(model=Model(), args=arguments, train_dataset=samples)
 """
+#: 4x too large as stock trains it: the head takes any keyword and drops the number.
+SCRIPT = MADE.replace("labels=None)", "labels=None, **kwargs)") + "made().train()\n"
 
 
 @pytest.fixture
@@ -51,17 +56,11 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.skipif(os.name != "posix", reason="a pipe that nobody reads ends a process otherwise there")
 @pytest.mark.parametrize(("splits", "code"), [("2x4", 1), ("1x2", 2)])
 def test_a_pipe_that_nobody_reads_changes_no_exit_code(splits: str, code: int, script: Path) -> None:
-    """As in ``hf-accum-fix verify ... 2>&1 | head -1``."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [str(each) for each in (*VERIFY, "--splits", splits, script)]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, stdout=writing, stderr=writing, check=False)
-    os.close(writing)
-    assert done.returncode == code
+    assert unread("verify", "--splits", splits, script) == code
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP on this system")
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGHUP", marks=pytest.mark.thorough), "SIGTERM"])
 def test_a_signal_ends_the_script_as_well(name: str, tmp_path: Path) -> None:
     ticks = tmp_path / "ticks"
     slow = tmp_path / "slow.py"
@@ -81,49 +80,23 @@ def test_a_signal_ends_the_script_as_well(name: str, tmp_path: Path) -> None:
     assert ticks.read_text() == last and not list(tmp_path.glob("hf-accum-fix-*"))
 
 
-@pytest.mark.slow
 def test_under_torchrun_the_report_stands_once(script: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = start([*launcher, "-m", "hf_accum_fix", "verify", "--splits", "2x4", script], environment(ROOT))
+    done = torchrun("hf_accum_fix", "verify", "--splits", "2x4", script)
     assert done.returncode == 1 and done.stdout.startswith("8x too large at your 2 x 4 (G x W times)"), done
     assert (done.stdout + done.stderr).count("global batch: ") == 1
 
 
-# --- ``hf-accum-fix verify``: nothing of a script runs once it has come to train, whatever it does to go on ---------
-
-
 #: Trains at once, and goes on in every way that there is; each leaves a file.
-STUBBORN = """
+STUBBORN = f"""{MADE}
 import atexit, os, sys, tempfile, threading
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
 def left(name):
-    (HERE / f"{name}.left").touch()
+    (HERE / f"{{name}}.left").touch()
 
 def train(rank=0):
-    import torch
-    from transformers import Trainer, TrainingArguments
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = torch.nn.Linear(4, 1)
-
-        def forward(self, x, labels=None):
-            logits = self.last(x)[:, 0]
-            return {"loss": (logits - labels).square().mean(), "logits": logits}
-
-    def made():
-        arguments = TrainingArguments(
-            tempfile.mkdtemp(), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1,
-            use_cpu=True, report_to="none", remove_unused_columns=False, save_strategy="no",
-        )
-        torch.manual_seed(0)
-        samples = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(8)]
-        return Trainer(model=Model(), args=arguments, train_dataset=samples)
-
     atexit.register(left, "atexit")
     try:
         try:
@@ -154,14 +127,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["plain", "module", "spawn", "thread"])
+@pytest.mark.parametrize("how", ["plain", pytest.param("module", marks=pytest.mark.thorough), "spawn", "thread"])
 def test_no_line_after_train_is_run(how: str, tmp_path: Path) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     script = ["-m", "stubborn"] if how == "module" else [str(tmp_path / "stubborn.py")]
     target = tmp_path / "r.json"
-    root = Path(__file__).parents[2]
     options = ["--splits", "2x4", "--json", target]
-    done = start([*VERIFY, *options, *script, how], environment(root), cwd=tmp_path)
+    done = start([*VERIFY, *options, *script, how], environment(ROOT), cwd=tmp_path)
     assert done.returncode == 0 and "exact at your 2 x 4" in done.stdout, done.stdout + done.stderr
     assert json.loads(target.read_text())["verdict"]["kind"] == "exact"
     assert not [path.name for path in tmp_path.glob("*.left")]

@@ -100,33 +100,17 @@ def by_length() -> dict[str, Any]:
 
 
 def train(
-    name: str,
-    samples: Sequence[Sample],
-    path: str,
-    output: Path,
-    *,
-    per_device: int,
-    accumulate: int,
-    stream: bool = False,
-    drop_duplicates: bool = False,
-    checkpoint: Path | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-    **arguments: Any,
-) -> Run:
+    name: str, samples: Sequence[Sample], path: str, output: Path, *, per_device: int, accumulate: int,
+    stream: bool = False, drop_duplicates: bool = False, checkpoint: Path | None = None, **arguments: Any,
+) -> Run:  # fmt: skip
     """Train a head: "stock", by "apply" or by the subclass ("trainer")."""
     noting = Noting(samples)
     ours = NotedClassWithoutDuplicates if drop_duplicates else NotedClass
     given = {"per_device": per_device, "accumulate": accumulate, "learning_rate": RATE, **arguments}
 
     def make() -> Any:
-        trainer = trainer_of(
-            head_of(name),
-            output,
-            ours if path == "trainer" else NotedTrainer,
-            samples=Stream(samples) if stream else samples,
-            given={"callbacks": [noting, *callbacks]},
-            **given,
-        )
+        kind, data = ours if path == "trainer" else NotedTrainer, Stream(samples) if stream else samples
+        trainer = trainer_of(head_of(name), output, kind, samples=data, given={"callbacks": [noting]}, **given)
         trainer.noting = noting
         return trainer
 

@@ -69,17 +69,13 @@ def test_an_epoch_over_all_ranks_has_every_sample_once(kind: str, count: int, ro
     assert told == [repeated] * ranks * bool(repeated)
 
 
-def test_what_has_no_row_for_each_sample_cannot_be_taken_out() -> None:
+def test_what_has_no_row_for_each_sample_and_a_stream_that_workers_read_are_refused() -> None:
     inner = BatchSampler(SequentialSampler(range(3)), 2, drop_last=False)
-    shard = BatchSamplerShard(inner, num_processes=2, process_index=1)
-    packed = DataLoaderShard(
-        list(range(3)), batch_sampler=shard, collate_fn=lambda samples: {"input_ids": torch.tensor([samples])}
-    )
+    of_second = BatchSamplerShard(inner, num_processes=2, process_index=1)
+    rows = {"collate_fn": lambda samples: {"input_ids": torch.tensor([samples])}}
+    packed = DataLoaderShard(list(range(3)), batch_sampler=of_second, **rows)
     with pytest.raises(UnsupportedSetupError, match="expected one row for each sample"):
         list(WithoutDuplicates(packed, True, lambda samples: None))
-
-
-def test_a_stream_that_workers_read_is_refused() -> None:
     shard = IterableDatasetShard(Numbers(3), 2, num_processes=2, process_index=0)
     read_elsewhere = DataLoaderShard(shard, batch_size=2, num_workers=1)
     with pytest.raises(UnsupportedSetupError, match="dispatch_batches=True"):
@@ -97,9 +93,6 @@ def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None
     assert float(scale_mean(torch.tensor(7.0), ratio)) == 0.0
     assert float(scale_mean(torch.tensor(7.0), ratio, torch.tensor(0.5))) == 0.5
     assert int(Items().count(inputs)) == 0
-
-
-# --- a micro-batch that is run and counts nothing: the step is the others', whoever computes the loss ---------------
 
 
 def with_a_weightless_one(head: Head) -> Head:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import trainer_pt_utils
+from torch.utils.data import DataLoader
 
 from hf_accum_fix.data import packing
 from hf_accum_fix.data.packing import MicroBatch, pack, padded_tokens
@@ -100,22 +99,6 @@ def test_no_cut_of_the_sorted_window_pads_less(window: tuple[list[int], int, int
 def test_a_window_that_cannot_be_dealt_is_refused(rows: int, max_rows: int | None) -> None:
     with pytest.raises(OptionsError, match="for 4 micro-batches; expected 1 to"):
         pack([5] * rows, 4, rows=2, max_rows=max_rows)
-
-
-# --- the bars -------------------------------------------------------------------------------------------------------
-
-
-needs_batch_rebalance = pytest.mark.skipif(
-    not hasattr(trainer_pt_utils, "BatchRebalanceSampler"), reason="batch_rebalance came with 5.17"
-)
-
-
-# --- epochs of whole windows: what is handed out, when a window opens, what a loader is still taken for -------------
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(5))
 
 
 def loader(batches: int) -> DataLoader[int]:

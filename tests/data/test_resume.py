@@ -94,14 +94,18 @@ def test_a_stream_is_resumed_in_any_pass(at: int, tmp_path: Path, monkeypatch: p
     assert all(torch.equal(found.change[key], uncut.change[key]) for key in uncut.change)
 
 
+def cut_in_mid_epoch(kind: str, folder: Path, path: str = "apply", **more: Any) -> tuple[Any, Any, Any]:
+    """The samples, the uncut run, and one that goes on after its third step."""
+    given, samples = {"per_device": 2, "accumulate": 3, **SIZED[kind]}, samples_of("bert-mlm", 11)
+    uncut = train("bert-mlm", samples, "apply", folder / "uncut", save_strategy="steps", save_steps=3, **given)
+    checkpoint = folder / "uncut" / "checkpoint-3"
+    return samples, uncut, train("bert-mlm", samples, path, folder / path, checkpoint=checkpoint, **given, **more)
+
+
 def test_groups_by_length_resumed_in_mid_epoch_are_upstreams_own_and_exact(tmp_path: Path) -> None:
     """Upstream does not seed this sampler, so that a resumed epoch has another order, stock or not."""
-    given = {"per_device": 2, "accumulate": 3, **SIZED["group_by_length"]}
-    samples = samples_of("bert-mlm", 11)
-    uncut = train("bert-mlm", samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=3, **given)
-    checkpoint = tmp_path / "uncut" / "checkpoint-3"
-    found = train("bert-mlm", samples, "apply", tmp_path / "cut", checkpoint=checkpoint, **given)
-    stock = train("bert-mlm", samples, "stock", tmp_path / "stock", checkpoint=checkpoint, **given)
+    samples, uncut, found = cut_in_mid_epoch("group_by_length", tmp_path)
+    _, _, stock = cut_in_mid_epoch("group_by_length", tmp_path / "stock", "stock")
     assert found.windows == stock.windows and found.windows != uncut.windows[3:]
     wanted, _ = reference("bert-mlm", samples, [*uncut.windows[:3], *found.windows])
     assert relative(found.change, wanted) <= 1e-12
@@ -110,15 +114,10 @@ def test_groups_by_length_resumed_in_mid_epoch_are_upstreams_own_and_exact(tmp_p
 @pytest.mark.parametrize("kind", ["shuffled", "group_by_length"])
 def test_resumed_without_skipping_every_window_is_exact(kind: str, tmp_path: Path) -> None:
     """With ``ignore_data_skip`` the epoch begins anew, so other samples are run; each step is their full batch's."""
-    given = {"per_device": 2, "accumulate": 3, **SIZED[kind]}
-    samples = samples_of("bert-mlm", 11)
-    uncut = train("bert-mlm", samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=3, **given)
-    checkpoint = tmp_path / "uncut" / "checkpoint-3"
-    found = train("bert-mlm", samples, "apply", tmp_path / "cut", checkpoint=checkpoint, ignore_data_skip=True, **given)
+    samples, uncut, found = cut_in_mid_epoch(kind, tmp_path, ignore_data_skip=True)
     # The second epoch from its beginning: its windows are again all its samples, the short one among them.
     places = list(chain.from_iterable(found.windows[:2]))
     assert len(places) == len(set(places)) == 11
-    windows = [*uncut.windows[:3], *found.windows]
-    wanted, losses = reference("bert-mlm", samples, windows)
+    wanted, losses = reference("bert-mlm", samples, [*uncut.windows[:3], *found.windows])
     assert relative(found.change, wanted) <= 1e-12
     assert found.losses == pytest.approx(losses, abs=6e-5)

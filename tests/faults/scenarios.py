@@ -136,9 +136,7 @@ RAISING: dict[str, Callable[[Path], Any]] = {
     "labels-missing-at-first": lambda output: trainer(output, data_collator=InMicroBatch(without_labels, 0)),
     "labels-missing-everywhere": lambda output: trainer(output, data_collator=Always(without_labels)),
     "labels-missing-later": lambda output: trainer(output, data_collator=InMicroBatch(without_labels)),
-    "labels-missing-after-others": lambda output: trainer(
-        output, data_collator=AfterOthers(without_labels, ACCUMULATE + 1)
-    ),
+    "labels-missing-after-others": lambda out: trainer(out, data_collator=AfterOthers(without_labels, ACCUMULATE + 1)),
     "collator-raises-at-first": lambda output: trainer(output, data_collator=InMicroBatch(raising, 2)),
     "collator-raises-later": lambda output: trainer(output, data_collator=InMicroBatch(raising)),
     "iterator-ends": uneven,

@@ -24,21 +24,14 @@ from tests.torchrun import torchrun
 SAYING = {
     "labels-missing-at-first": ("ContractError", "expected a tensor 'labels'", "RankError", "rank 1: ContractError"),
     "labels-missing-everywhere": ("RankError", "rank 1: 3 micro-batches with no labels") * 2,
+    "labels-missing-after-others": ("ContractError", "a tensor 'labels'", "RankError", "rank 1: ContractError"),
     "labels-missing-later": ("KeyError", "labels", "RankError", "rank 1: KeyError: 'labels'"),
-    "labels-missing-after-others": (
-        "ContractError",
-        "expected a tensor 'labels'",
-        "RankError",
-        "rank 1: ContractError",
-    ),
     "collator-raises-at-first": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
     "collator-raises-later": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
     "iterator-ends": ("UnevenRanksError", "rank 0 has 3, rank 1 has 0") * 2,
 }
 #: What stock trains, and so is trained as there, and what a warning has to say of it.
-GOING_ON = {
-    "contracts-differ": "rank 0: is the mean.*rank 1: is a sum",
-}
+GOING_ON = {"contracts-differ": "rank 0: is the mean.*rank 1: is a sum"}
 
 
 #: Seconds after which a rank that waits says where, and ends.
@@ -105,8 +98,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", pytest.param("terminate", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["kill", "terminate"])
 def test_a_run_that_is_cut_goes_on_from_its_last_checkpoint(fault: str, undisturbed: Path, tmp_path: Path) -> None:
     cut = torchrun("tests.faults.interrupted", tmp_path, fault, timeout=90)
     assert cut.returncode != 0
@@ -119,8 +112,6 @@ def test_a_run_that_is_cut_goes_on_from_its_last_checkpoint(fault: str, undistur
     # To the last bit.
     assert found == wanted
 
-
-# --- a disk that fills up under the sweep's results: what was written stays, and nobody waits ----
 
 #: Bytes that one file may have: enough for environment.json, and for two of the four lines of results.jsonl.
 ROOM = 1300

@@ -30,29 +30,15 @@ from tests.ranks import on_ranks
 from tests.trainings import Case, loop, train
 from tests.trainings import ours as by_ours
 
-#: Where the package looks: module, attribute.
-FAULTS = [
-    ("learning.look", "read"),
-    ("learning.look", "ways_of_counting"),
-    ("learning.observe", "splits"),
-    ("learning.observe", "learn"),
-    ("learning.observe", "_with_own_constants"),
-    ("learning.learn", "matching_rules"),
-    ("counting.items", "Items.count"),
-    ("weighing.part", "Part.note"),
-    ("weighing.part", "Part.summed"),
-    ("weighing.part", "Part.broken"),
-    ("weighing.weigh", "_ready"),
-    ("window.settle", "agree"),
-    ("window.host", "labels_of"),
-    ("window.count", "_other_labels"),
-    ("window.count", "_by_term"),
-    ("window.host", "Host.record"),
-    ("window.host", "Host.read"),
-    ("window.window", "weigh"),
-    ("overrides.session", "Session.facts"),
-    ("window.settle", "remark"),
-]
+#: Where the package looks: attributes by module.
+WHERE = {
+    "learning.look": "read ways_of_counting", "learning.observe": "splits learn _with_own_constants",
+    "learning.learn": "matching_rules", "counting.items": "Items.count", "weighing.weigh": "_ready",
+    "weighing.part": "Part.note Part.summed Part.broken", "window.settle": "agree remark",
+    "window.host": "labels_of Host.record Host.read", "window.count": "_other_labels _by_term",
+    "window.window": "weigh", "overrides.session": "Session.facts",
+}  # fmt: skip
+FAULTS = [(module, name) for module, names in WHERE.items() for name in names.split()]
 CUT = (2, 2)
 
 

@@ -27,8 +27,7 @@ def without_mask(samples: Sequence[Sample]) -> Batch:
     width = max(len(sample["input_ids"]) for sample in HEADS["llama"].samples)
 
     def padded(name: str, value: int) -> torch.Tensor:
-        rows = [nn.functional.pad(each[name], (0, width - len(each[name])), value=value) for each in samples]
-        return torch.stack(rows)
+        return torch.stack([nn.functional.pad(row[name], (0, width - len(row[name])), value=value) for row in samples])
 
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
 

@@ -113,11 +113,7 @@ def by_trainer(model: nn.Module, options: dict[str, Any] | None, device: str, ou
             stack.enter_context(hf_accum_fix.apply(**options, quiet=True))
         after = Strict(stack.enter_context(refusing(device)))
         trainer = Trainer(
-            model=model,
-            args=args,
-            train_dataset=list(range(len(batches))),
-            data_collator=lambda rows: batches[rows[0]],
-            callbacks=[after],
+            model, args, lambda rows: batches[rows[0]], train_dataset=list(range(len(batches))), callbacks=[after]
         )
         stack.enter_context(contextlib.suppress(DoneError))
         trainer.train()
@@ -166,22 +162,13 @@ def by_loop(model: nn.Module, options: dict[str, Any], device: str) -> int:
     return ran
 
 
-# --- the tests --------------------------------------------------------------------------------------------------------
+class Waits(UsesTensor):
+    """Reads a number in every forward, or puts one on the device."""
 
-
-class Reads(UsesTensor):
-    """Reads a number in every forward."""
-
-    def forward(self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        float(self.head.bias.detach().sum())
-        return super().forward(input_ids, labels, num_items_in_batch, **kwargs)
-
-
-class Copies(UsesTensor):
-    """Puts a number on the device in every forward."""
+    reads = True
 
     def forward(self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        torch.tensor(1.0, device=input_ids.device)
+        float(self.head.bias.detach().sum()) if self.reads else torch.tensor(1.0, device=input_ids.device)
         return super().forward(input_ids, labels, num_items_in_batch, **kwargs)
 
 
@@ -195,7 +182,9 @@ def no_waits(device: str, output: Path) -> None:
         assert by_trainer(made(), None, device, output) == WINDOWS
         assert by_trainer(made(), options, device, output) == WINDOWS
         assert by_loop(made(), options, device) == WINDOWS
-    for waiting in (Reads(), Copies()):
+    copies = Waits()
+    copies.reads = False
+    for waiting in (Waits(), copies):
         with pytest.raises((WaitError, RuntimeError), match=r"waits for the device|synchronizing CUDA operation"):
             by_trainer(waiting, {"contract": BY_NUMBER}, device, output)
 

@@ -9,8 +9,9 @@ plain       accumulation windows under DistributedDataParallel alone, or nothing
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from hf_accum_fix import AccumulationWindows, LossContract, accumulation_windows
+from hf_accum_fix import AccumulationWindows, accumulation_windows
 from tests.numerics.heads import Head, Sample
 from tests.numerics.parity import Step, cut, moved, trainable
 
@@ -97,26 +98,15 @@ def own_batches(head: Head, samples: Sequence[Sample], per_device: int) -> list[
 
 
 def take_steps(
-    head: Head,
-    samples: Sequence[Sample],
-    per_device: int,
-    accumulate: int,
-    way: str,
-    *,
-    rate: float = 1.0,
-    epochs: int = 1,
-    batches: Iterable[Any] | None = None,
-    contract: LossContract | None = None,
-    drop_duplicates: bool = False,
-    router_loss: str = "mean",
-    mixed_precision: str = "no",
-    **ddp: Any,
-) -> tuple[Step, list[tuple[float, float]], Any]:
+    head: Head, samples: Sequence[Sample], per_device: int, accumulate: int, way: str, *, rate: float = 1.0,
+    epochs: int = 1, batches: Iterable[Any] | None = None, mixed_precision: str = "no",
+    ddp: Mapping[str, Any] = MappingProxyType({}), **options: Any,
+) -> tuple[Step, list[tuple[float, float]], Any]:  # fmt: skip
     """Epochs in order: the whole change beside the first window's loss and norm; every window's; the windows.
 
     Args:
         batches: this rank's micro-batches, where they are not those that accelerate deals.
-        ddp: further keywords of DistributedDataParallel.
+        ddp, options: further keywords of DistributedDataParallel and of the windows.
     """
     model = head.build()
     model.train()
@@ -128,18 +118,12 @@ def take_steps(
         if world()[0] > 1:
             trained = DistributedDataParallel(model, **ddp)
         loader: Any = own_batches(head, samples, per_device) if batches is None else batches
-        windows = accumulation_windows(loader, steps=accumulate, contract=contract, router_loss=router_loss)
+        windows = accumulation_windows(loader, steps=accumulate, **options)
     else:
         live = accelerator(accumulate, mixed_precision=mixed_precision)
         loader = DataLoader(list(samples), batch_size=per_device, collate_fn=head.batch)  # type: ignore[arg-type]
         trained, optimizer, loader = live.prepare(model, optimizer, loader)
-        windows = accumulation_windows(
-            loader if batches is None else batches,
-            live,
-            contract=contract,
-            drop_duplicates=drop_duplicates,
-            router_loss=router_loss,
-        )
+        windows = accumulation_windows(loader if batches is None else batches, live, **options)
     seen: list[tuple[float, float]] = []
     for _ in range(epochs):
         if way == "accumulate":

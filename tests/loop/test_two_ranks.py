@@ -70,7 +70,7 @@ def unequal(name: str, reference: Step) -> dict[str, Any]:
     mine = pieces[:4] if dist.get_rank() == 0 else pieces[4:]
     # Yolos has parameters that it does not use.
     ddp = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
-    step, _, _ = take_steps(head, head.samples, 1, 4, "plain", batches=[head.batch(piece) for piece in mine], **ddp)
+    step, _, _ = take_steps(head, head.samples, 1, 4, "plain", batches=[head.batch(piece) for piece in mine], ddp=ddp)
     return {"plain": error(step, reference), "tolerance": max(head.tolerance, 1e-6)}
 
 
@@ -225,48 +225,27 @@ def ranks() -> list[dict[str, Any]]:
     return on_ranks(rows_of, group=False)
 
 
-@pytest.fixture(scope="module")
-def found(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """On the first rank."""
-    return ranks[0]
-
-
-def test_two_ranks_take_the_full_batch_step(found: dict[str, Any]) -> None:
-    for case, row in found["cases"].items():
+def test_two_ranks_take_the_full_batch_step(ranks: list[dict[str, Any]]) -> None:
+    for case, row in ranks[0]["cases"].items():
         for way in OURS:
             assert row[way] <= row["tolerance"], (case, row)
         assert row.get("stock", 1.0) > 1e-3, (case, row)
-
-
-def test_ranks_with_unequal_numbers_of_micro_batches(found: dict[str, Any]) -> None:
-    for name, row in found["unequal"].items():
+    for name, row in ranks[0]["unequal"].items():
         assert row["plain"] <= row["tolerance"], (name, row)
-
-
-def test_ranks_that_end_apart_are_told_on_both(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        for raised in rank["uneven"]:
-            assert "unequal numbers of micro-batches in this window (rank 0 has 2, rank 1 has 0)" in raised
-
-
-def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(ranks: list[dict[str, Any]]) -> None:
-    (one, waited), (other, _) = (rank["failing"] for rank in ranks)
-    assert one.startswith("RankError: rank 0 stops, because of rank 1: ValueError: no forward here")
-    assert other == "ValueError: no forward here"
-    assert waited < 5
-
-
-def test_ranks_run_equally_many_forwards_to_observe_a_loss(ranks: list[dict[str, Any]]) -> None:
-    """Else one would wait in a collective of the model's."""
+    # Ranks run equally many forwards to observe a loss; else one would wait in a collective of the model's.
     assert [rank["in step"] for rank in ranks] == [4, 4]
 
 
-def test_a_rank_without_labels_is_told_on_both_before_a_forward(ranks: list[dict[str, Any]]) -> None:
-    for raised, waited in (rank["unlabelled"] for rank in ranks):
-        assert raised.startswith(
-            "RankError: got rank 0: 2 micro-batches with ['labels']; rank 1: 2 micro-batches with no"
-        )
-        assert waited < 5
+def test_ranks_that_end_apart_fail_or_lack_labels_are_told_on_both_at_once(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for raised in rank["uneven"]:
+            assert "unequal numbers of micro-batches in this window (rank 0 has 2, rank 1 has 0)" in raised
+        raised, waited = rank["unlabelled"]
+        missing = "rank 0: 2 micro-batches with ['labels']; rank 1: 2 micro-batches with no"
+        assert raised.startswith(f"RankError: got {missing}") and waited < 5
+    (one, waited), (other, _) = (rank["failing"] for rank in ranks)
+    assert one.startswith("RankError: rank 0 stops, because of rank 1: ValueError: no forward here")
+    assert other == "ValueError: no forward here" and waited < 5
 
 
 def test_a_contract_that_counts_what_a_rank_lacks_is_told_on_both(ranks: list[dict[str, Any]]) -> None:
@@ -276,14 +255,13 @@ def test_a_contract_that_counts_what_a_rank_lacks_is_told_on_both(ranks: list[di
     assert one.startswith(f"RankError: rank 0 stops, because of rank 1: {refused}")
 
 
-def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]) -> None:
-    for count in (7, 5):
-        assert found["repeated"][f"{count} dropped"] <= 1e-6
-        assert found["repeated"][str(count)] > 1e-3
-    assert found["repeated"]["reported"] == [(1, True), (1, False), (3, True), (3, False)]
+def test_repeated_samples_are_left_out_where_that_is_asked(ranks: list[dict[str, Any]]) -> None:
+    repeated = ranks[0]["repeated"]
+    assert all(repeated[f"{count} dropped"] <= 1e-6 and repeated[str(count)] > 1e-3 for count in (7, 5))
+    assert repeated["reported"] == [(1, True), (1, False), (3, True), (3, False)]
 
 
-def test_one_small_collective_a_window_and_one_reduction_of_the_gradient(found: dict[str, Any]) -> None:
-    assert found["collectives"]["first window that is trusted"] == ["all_reduce", "asked: 1"]
-    assert found["collectives"]["end of the epoch"] == ["all_reduce"]
-    assert found["collectives"]["reductions"] == 1
+def test_one_small_collective_a_window_and_one_reduction_of_the_gradient(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["collectives"] == {
+        "first window that is trusted": ["all_reduce", "asked: 1"], "end of the epoch": ["all_reduce"], "reductions": 1,
+    }  # fmt: skip

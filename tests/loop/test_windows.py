@@ -37,12 +37,10 @@ OF_NO_BATCH = LossContract(Reduction.MEAN, Items(("label",)))
 
 
 def every_case() -> Iterator[Any]:
-    """Every head by both ways; of those that stand for a class alone, one. The everyday tests run the first way."""
+    """Every head by both ways. The everyday tests run the first way; heads that stand for a class alone, a release."""
     for name, head in LOOPED.items():
         for way in OURS:
-            marks = [] if way == OURS[0] else [pytest.mark.slow]
-            if head.in_zoo:
-                marks = [pytest.mark.slow if way == OURS[0] else pytest.mark.thorough]
+            marks = pytest.mark.thorough if head.in_zoo else [] if way == OURS[0] else pytest.mark.slow
             yield pytest.param(name, way, marks=marks, id=f"{name}-{way}")
 
 
@@ -127,18 +125,6 @@ def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixtur
         "BertForMaskedLM: the loss is the mean over its own items ('labels' other than -100); G=2, W=1."
     ]
     assert "BertForMaskedLM" in str(hf_accum_fix.report())
-
-
-def test_nothing_waits_for_the_device() -> None:
-    """The meta device has no value to wait for: whatever reads one raises."""
-    batch = {"labels": torch.zeros(2, 5, dtype=torch.long, device="meta")}
-    contract = LossContract(Reduction.MEAN, Items(("labels",), shift=True))
-    window = next(iter(accumulation_windows([batch, batch], steps=2, contract=contract)))
-    model = nn.Linear(2, 2, device="meta")
-    for each in window:
-        with window.micro_batch(model):
-            window.loss(lambda its, _: its(torch.ones(2, 2, device="meta")).sum(), each).backward()
-    assert window.mean_loss().is_meta and model.weight.grad is not None
 
 
 class Counted(TorchDispatchMode):
@@ -243,34 +229,29 @@ def test_a_model_that_takes_one_dict_or_any_keyword(cls: type[nn.Linear]) -> Non
     assert torch.allclose(model.weight.grad, wanted, rtol=1e-12)
 
 
-def test_the_loss_of_the_model_and_one_of_ones_own_are_said(said: Said) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["a loss of one's own", "another model"])
+def test_losses_of_two_models_in_one_window_are_said(own: bool, said: Said) -> None:
     head = LOOPED["no-kwargs"]
-    model = head.build()
+    model, other = head.build(), head.build()
+    second: Any = (lambda its, batch: its(**batch)["logits"].square().mean()) if own else other
     for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
         for batch in window:
             with window.micro_batch(model):
-                own = window.loss(lambda its, batch: its(**batch)["logits"].square().mean(), batch)
-                (window.loss(model, batch) + own).backward()
+                (window.loss(model, batch) + window.loss(second, batch)).backward()
     assert len(said("its losses are of two models")) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
-def test_a_contract_given_by_hand_is_not_observed(name: str) -> None:
+#: A head, and what is given; a mean also for a head that would divide by the number.
+GIVEN = [("llama", "MEAN"), ("bert-mlm", "MEAN"), *([] if before("4.46") else [("llama", "NUMBER")])]
+
+
+@pytest.mark.parametrize(("name", "reduction"), GIVEN)
+def test_a_contract_given_by_hand_is_not_observed(name: str, reduction: str) -> None:
     head = LOOPED[name]
-    model_divides = name == "llama" and not before("4.46")
-    contract = LossContract(
-        Reduction.NUMBER if model_divides else Reduction.MEAN, Items(("labels",), shift=model_divides)
-    )
+    contract = LossContract(Reduction[reduction], Items(("labels",), shift=name == "llama"))
     step, _, windows = take_steps(head, head.samples, 1, 8, "plain", contract=contract)
     assert_step(step, reference_step(head, cut(head.samples, 1)), head)
     assert windows.contract is contract
-
-
-def test_a_mean_given_for_a_head_that_would_divide_by_the_number() -> None:
-    head = LOOPED["llama"]
-    contract = LossContract(Reduction.MEAN, Items(("labels",), shift=True))
-    step, _, _ = take_steps(head, head.samples, 1, 8, "plain", contract=contract)
-    assert_step(step, reference_step(head, cut(head.samples, 1)), head)
 
 
 def test_a_window_without_a_target_is_zero_and_said(said: Said) -> None:
@@ -278,19 +259,6 @@ def test_a_window_without_a_target_is_zero_and_said(said: Said) -> None:
     _, seen, _ = take_steps(head, [*head.samples, *without_targets(head.samples)], 2, 4, "windows", rate=0.0)
     assert seen[1] == (0.0, 0.0) and seen[0][1] > 0
     assert len(said("no target")) == 1
-
-
-# --- wrong use ------------------------------------------------------------------------------------------------------
-
-
-def test_two_models_in_one_window_are_said(said: Said) -> None:
-    head = LOOPED["no-kwargs"]
-    one, other = head.build(), head.build()
-    for window in accumulation_windows(own_batches(head, head.samples, 2), steps=4):
-        for batch in window:
-            with window.micro_batch(one):
-                (window.loss(one, batch) + window.loss(other, batch)).backward()
-    assert len(said("its losses are of two models")) == 1
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -322,39 +290,27 @@ def test_every_micro_batch_has_to_be_run() -> None:
         next(windows)
 
 
-def test_a_micro_batch_too_many() -> None:
-    window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=2)))
-    with window.micro_batch(nn.Linear(1, 1)):
-        pass
-    with pytest.raises(SeamError, match="2 times in a window of 1"), window.micro_batch(nn.Linear(1, 1)):
-        pass
+def of_one(batch: Any = None, **given: Any) -> Any:
+    """The first window of one micro-batch."""
+    return next(iter(accumulation_windows([{"x": torch.ones(1)} if batch is None else batch], steps=1, **given)))
 
 
-def test_a_loss_of_ones_own_needs_its_model() -> None:
-    window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=1)))
-    with pytest.raises(SeamError, match="where its model is known"):
-        window.loss(squares, {"x": torch.ones(1)})
+def twice() -> None:
+    window = of_one()
+    for _ in range(2):
+        with window.micro_batch(nn.Linear(1, 1)):
+            pass
 
 
-def test_a_contract_that_counts_what_no_batch_has() -> None:
+def count_what_no_batch_has() -> None:
     head = LOOPED["bert-mlm"]
-    batch, model = head.batch(head.samples[:2]), head.build()
-    window = next(iter(accumulation_windows([batch] * 2, steps=2, contract=OF_NO_BATCH)))
-    with pytest.raises(ContractError, match="no micro-batch of the first window has; expected one of 'labels', "):
-        window.loss(model, batch)
+    window = of_one(head.batch(head.samples[:2]), contract=OF_NO_BATCH)
+    window.loss(head.build(), window.batches[0])
 
 
-def test_a_number_for_a_model_that_takes_none() -> None:
+def number_for_none() -> None:
     head = LOOPED["no-kwargs"]
-    contract = LossContract(Reduction.NUMBER, Items(("labels",)))
-    with pytest.raises(ContractError, match="takes no num_items_in_batch"):
-        take_steps(head, head.samples, 4, 2, "plain", contract=contract)
-
-
-def test_mean_loss_before_a_loss() -> None:
-    window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=1)))
-    with pytest.raises(SeamError, match="after 0 of 1 micro-batches"):
-        window.mean_loss()
+    take_steps(head, head.samples, 4, 2, "plain", contract=LossContract(Reduction.NUMBER, Items(("labels",))))
 
 
 def test_mean_loss_of_a_window_that_was_left() -> None:
@@ -418,25 +374,32 @@ def test_graphs_are_numbered_over_the_window(counts: tuple[int, ...]) -> None:
     assert torch.allclose(model.weight.grad, wanted, rtol=1e-12)
 
 
-def test_batches_are_mappings() -> None:
-    with pytest.raises(ContractError, match="expected a dict"):
-        next(iter(accumulation_windows([(torch.ones(1), torch.ones(1))], steps=1)))  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("steps", [0, -1, True, 2.0])
-def test_steps_are_positive(steps: Any) -> None:
-    with pytest.raises(OptionsError, match="at least 1"):
-        accumulation_windows([], steps=steps)
-
-
 def test_an_accelerator_is_one() -> None:
     with pytest.raises(OptionsError, match=r"got accelerator=Linear.*expected an accelerate.Accelerator"):
         accumulation_windows([], nn.Linear(1, 1))
 
 
-def test_steps_or_an_accelerator() -> None:
-    with pytest.raises(OptionsError, match="steps=G"):
-        accumulation_windows([])
+#: What is done, the error, and words of it.
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a micro-batch too many": (twice, SeamError, "2 times in a window of 1"),
+    "a loss of one's own without its model": (
+        lambda: of_one().loss(squares, {"x": torch.ones(1)}), SeamError, "where its model is known"),
+    "a contract that counts what no batch has": (
+        count_what_no_batch_has, ContractError, "no micro-batch of the first window has; expected one of 'labels', "),
+    "a number for a model that takes none": (number_for_none, ContractError, "takes no num_items_in_batch"),
+    "mean_loss before a loss": (lambda: of_one().mean_loss(), SeamError, "after 0 of 1 micro-batches"),
+    "batches that are no mappings": (lambda: of_one((torch.ones(1),)), ContractError, "expected a dict"),
+    **{f"{steps} steps": (partial(accumulation_windows, [], steps=steps), OptionsError, "at least 1")
+       for steps in (0, -1, True, 2.0)},
+    "neither steps nor an accelerator": (partial(accumulation_windows, []), OptionsError, "steps=G"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_is_refused(name: str) -> None:
+    run, error, words = WRONG[name]
+    with pytest.raises(error, match=words):
+        run()
 
 
 def accumulating(backward: Any, steps: int = 4) -> None:

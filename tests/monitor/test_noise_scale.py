@@ -11,6 +11,7 @@ from torch import nn
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.noise_scale import NoiseScale, NoiseScaleReading
 from tests.monitor.quadratic import DEVIATIONS, Quadratic, closed_form, micro_batches
+from tests.monitor.test_ranks import OtherRank
 
 #: The aim; the standard error of 100 windows is 2 to 3 %.
 CLOSE = 0.05
@@ -63,24 +64,17 @@ def test_there_are_no_hooks_between_the_windows_that_are_measured() -> None:
 
 
 def test_what_tells_nothing_is_left_out() -> None:
+    """One micro-batch has no spread; one without items is none; a window that is not finite."""
     model = Quadratic()
     noise = NoiseScale(model, every=1)
     assert math.isnan(noise.read().scale) and "in 0 windows" in str(noise.read())
     (points,) = micro_batches(torch.Generator().manual_seed(1), [4])
-    model(points).backward()
-    noise.micro_batch(4)
-    noise.step()
-    assert noise.read().windows == 0, "one micro-batch has no spread"
-    for weight in (1.0, 0.0):
-        (weight * model(points)).backward()
-        noise.micro_batch(4 * weight)
-    noise.step()
-    assert noise.read().windows == 0, "a micro-batch without items is none"
-    for weight in (1.0, math.nan):
-        (weight * model(points)).backward()
-        noise.micro_batch(4)
-    noise.step()
-    assert noise.read().windows == 0, "a window that is not finite"
+    for window in ([(1.0, 4)], [(1.0, 4), (0.0, 0)], [(1.0, 4), (math.nan, 4)]):
+        for weight, items in window:
+            (weight * model(points)).backward()
+            noise.micro_batch(items)
+        noise.step()
+        assert noise.read().windows == 0
 
 
 def test_noise_alone_has_no_scale() -> None:
@@ -110,21 +104,10 @@ def test_tied_frozen_and_sparse_parameters_do_not_end_a_run() -> None:
     assert noise.read().windows == 1 and noise.read().noise > 0
 
 
-class TwoRanks:
-    rank, size = 0, 2
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UnsupportedSetupError, match="expected DistributedDataParallel"):
-        NoiseScale(Quadratic(), ranks=TwoRanks())
-
-    class Shard(nn.Parameter):
-        placements = ()
-
+        NoiseScale(Quadratic(), ranks=OtherRank())
     model = Quadratic()
-    model.place = Shard(torch.zeros(len(DEVIATIONS)))
+    model.place.placements = ()  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedSetupError, match="sharded"):
         NoiseScale(model)

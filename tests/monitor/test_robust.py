@@ -9,14 +9,7 @@ import numpy
 import pytest
 from scipy import stats
 
-from hf_accum_fix.monitor.robust import (
-    blocks,
-    error_of_mean,
-    median_and_sigma,
-    noise_sigma,
-    normal_of_student,
-    theil_sen,
-)
+from hf_accum_fix.monitor import robust
 
 
 @pytest.mark.parametrize("rounded", [None, 1, 0], ids=["no ties", "some ties", "many ties"])
@@ -26,19 +19,19 @@ def test_theil_sen_is_scipys(rounded: int | None) -> None:
     y = 0.05 * x + draw.normal(size=40)
     y = y if rounded is None else numpy.round(y, rounded)
     expected = stats.theilslopes(y, x, alpha=0.95)
-    found = theil_sen(x.tolist(), y.tolist(), 0.95)
+    found = robust.theil_sen(x.tolist(), y.tolist(), 0.95)
     assert found.value == pytest.approx(expected.slope)
     assert (found.low, found.high) == pytest.approx((expected.low_slope, expected.high_slope))
 
 
 def test_a_slope_needs_two_places() -> None:
     with pytest.raises(ValueError, match="two different abscissae"):
-        theil_sen([1.0, 1.0], [2.0, 3.0])
+        robust.theil_sen([1.0, 1.0], [2.0, 3.0])
 
 
 def test_the_median_absolute_deviation_is_scipys() -> None:
     values = numpy.random.default_rng(2).exponential(size=101)
-    centre, sigma = median_and_sigma(values.tolist())
+    centre, sigma = robust.median_and_sigma(values.tolist())
     assert centre == pytest.approx(numpy.median(values))
     assert sigma == pytest.approx(stats.median_abs_deviation(values, scale="normal"))
 
@@ -46,9 +39,9 @@ def test_the_median_absolute_deviation_is_scipys() -> None:
 def test_noise_is_told_from_trend() -> None:
     draw = numpy.random.default_rng(3)
     trend = 2 * numpy.exp(-numpy.arange(2000) / 300)
-    assert noise_sigma((trend + 0.05 * draw.normal(size=2000)).tolist()) == pytest.approx(0.05, rel=0.1)
-    assert noise_sigma(trend.tolist()) < 1e-4
-    assert math.isnan(noise_sigma([1.0, 2.0, 3.0]))
+    assert robust.noise_sigma((trend + 0.05 * draw.normal(size=2000)).tolist()) == pytest.approx(0.05, rel=0.1)
+    assert robust.noise_sigma(trend.tolist()) < 1e-4
+    assert math.isnan(robust.noise_sigma([1.0, 2.0, 3.0]))
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
@@ -58,21 +51,21 @@ def test_the_error_of_a_mean_under_autocorrelation(correlation: float) -> None:
     for place in range(1, len(series)):
         series[place] += correlation * series[place - 1]
     spread = series.reshape(-1, 100).mean(axis=1).std()
-    assert fmean(map(error_of_mean, series.reshape(-1, 100).tolist())) == pytest.approx(spread, rel=0.2)
+    assert fmean(map(robust.error_of_mean, series.reshape(-1, 100).tolist())) == pytest.approx(spread, rel=0.2)
 
 
 @pytest.mark.parametrize("freedom", [1, 3, 10, 100])
 @pytest.mark.parametrize("t", [0.2, 1.0, 3.0, 10.0])
 def test_students_deviate_as_a_normal_one(t: float, freedom: int) -> None:
     exact = stats.norm.isf(stats.t.sf(t, freedom))
-    found = normal_of_student(t, freedom)
+    found = robust.normal_of_student(t, freedom)
     assert found == pytest.approx(exact, abs=0.01 if exact < 1.05 else 0.2)
     assert found <= exact + 0.01
-    assert normal_of_student(-t, freedom) == -found
+    assert robust.normal_of_student(-t, freedom) == -found
 
 
 def test_blocks_cover_everything_once() -> None:
     for count, parts in ((10, 3), (3, 10), (24, 24), (1, 1)):
-        cut = blocks(count, parts)
+        cut = robust.blocks(count, parts)
         assert [place for part in cut for place in part] == list(range(count))
         assert all(cut) and len(cut) == min(count, parts)

@@ -88,9 +88,6 @@ def test_lengths_that_differ_and_persist_are_no_lag(name: str, ranks: int) -> No
     assert sum(len(pace_alarms(HEALTHY_PACE[name](draw, 500 * PACE_LOG, ranks))) for _ in range(2)) <= 1
 
 
-# ---- over time -------------------------------------------------------------------------------------------------------
-
-
 def noisy(steps: int, noise: float = 0.25, seed: int = 1) -> numpy.ndarray:
     return numpy.exp(noise * numpy.random.default_rng(seed).standard_t(8, size=steps))
 

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_accum_fix.monitor import (
-    MonitorsCallback,
-    NoiseScale,
-    RankGradients,
-    Replicas,
-)
+from hf_accum_fix.monitor import MonitorsCallback, NoiseScale, RankGradients, Replicas
+from tests.monitor import test_callbacks
 from tests.monitor.quadratic import Quadratic, closed_form, micro_batches
 from tests.ranks import on_ranks
 
@@ -152,18 +148,9 @@ def replicas_in_step(rank: int) -> dict[str, Any]:
         restore()
         found[f"{name}, fixed"] = replicas.check() is None
 
-    def change_one_element() -> None:
-        model[4].weight.view(-1)[7] += 0.25
-
-    def update_one_parameter() -> None:
-        model[0].bias -= 0.5
-
-    def change_the_optimizer() -> None:
-        optimizer.state[model[0].weight]["exp_avg"].view(-1)[3] += 1e-3
-
-    fault("one element", change_one_element)
-    fault("one parameter", update_one_parameter)
-    fault("optimizer", change_the_optimizer)
+    fault("one element", lambda: model[4].weight.view(-1)[7].add_(0.25))
+    fault("one parameter", lambda: model[0].bias.sub_(0.5))
+    fault("optimizer", lambda: optimizer.state[model[0].weight]["exp_avg"].view(-1)[3].add_(1e-3))
     fault("one bit", lambda: model[0].weight.view(torch.int32).view(-1)[0].add_(1))
     if rank == 1:
         optimizer.state[model[0].bias].clear()
@@ -174,24 +161,8 @@ def replicas_in_step(rank: int) -> dict[str, Any]:
 
 def trainer(rank: int) -> dict[str, Any]:
     """The Trainer on two ranks with every callback on: what is logged, when it is summed, what is left behind."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    draw = torch.Generator().manual_seed(3)
-    samples = []
-    for _ in range(192):
-        ids = torch.randint(1, 32, (12,), generator=draw)
-        labels = ids.clone()
-        labels[: int(torch.randint(0, 11, (), generator=draw))] = -100
-        samples.append({"input_ids": ids, "labels": labels})
-    arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=12,
-        logging_steps=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, ddp_backend="gloo",
-        seed=0, max_grad_norm=1.0,
-    )  # fmt: skip
-    its = Trainer(LlamaForCausalLM(config), arguments, train_dataset=samples)
+    steps = {"max_steps": 12, "logging_steps": 4, "ddp_backend": "gloo"}
+    its = test_callbacks.trainer(Path(tempfile.mkdtemp()), count=192, **steps)
     numbers: list[tuple[float, float]] = []
     counted = Counted()
     counted.step = lambda: its.state.global_step
@@ -235,9 +206,7 @@ def refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
-CHECKS = (
-    gradients_before_reduction, noise_scale, replicas_in_step, trainer,
-)  # fmt: skip
+CHECKS = (gradients_before_reduction, noise_scale, replicas_in_step, trainer)
 
 
 def found_on_rank() -> dict[str, Any]:
@@ -262,63 +231,44 @@ def test_the_hook_sees_the_accumulated_gradient_before_its_reduction(found: dict
 
 
 def test_the_noise_scale_over_two_ranks_is_the_closed_form(found: dict[str, Any]) -> None:
-    for its in found["noise_scale"]:
-        assert its["scale"] == pytest.approx(its["closed_form"], rel=0.05)
-        assert its["items"] == 121 and 0.001 < its["error"] < 0.02
-    assert found["noise_scale"][0] == found["noise_scale"][1]
+    one, other = found["noise_scale"]
+    assert one == other and one["scale"] == pytest.approx(one["closed_form"], rel=0.05)
+    assert one["items"] == 121 and 0.001 < one["error"] < 0.02
 
 
-def test_replicas_in_step_are_left_alone(found: dict[str, Any]) -> None:
+#: A fault, and the first tensor that is out of step.
+OUT_OF_STEP = {
+    "one element": "parameter module.4.weight",
+    "one parameter": "parameter module.0.bias",
+    "optimizer": "exp_avg of module.0.weight",
+    "one bit": "parameter module.0.weight",
+}
+
+
+def test_replicas_in_step_are_left_alone_and_one_out_of_step_is_told_by_its_first_tensor(found: Any) -> None:
     for its in found["replicas_in_step"]:
         assert its["generators_differ"], "the control needs dropout that differs"
-        assert its["healthy"] == []
-        assert its["sums_in_20_steps"] == 4
+        assert its["healthy"] == [] and its["sums_in_20_steps"] == 4
+        for fault, name in OUT_OF_STEP.items():
+            assert re.match(rf"{name} differs: rank 1; 1 of \d+ tensors differ", its[fault])
+            assert its[f"{fault}, fixed"]
+        assert "the ranks hold [24, 21] tensors" in its["state missing on one rank"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        ("one element", "parameter module.4.weight"),
-        ("one parameter", "parameter module.0.bias"),
-        ("optimizer", "exp_avg of module.0.weight"),
-        ("one bit", "parameter module.0.weight"),
-    ],
-)
-def test_a_replica_out_of_step_is_told_by_its_first_tensor(fault: str, name: str, found: dict[str, Any]) -> None:
-    for rank in found["replicas_in_step"]:
-        assert re.match(rf"{name} differs: rank 1; 1 of \d+ tensors differ", rank[fault])
-        assert rank[f"{fault}, fixed"]
-
-
-def test_a_rank_that_has_not_stepped_is_told(found: dict[str, Any]) -> None:
-    assert "the ranks hold [24, 21] tensors" in found["replicas_in_step"][0]["state missing on one rank"]
-
-
-def test_the_trainer_logs_every_monitor_beside_its_loss(found: dict[str, Any]) -> None:
-    rows = found["trainer"][0]["rows"]
-    assert [row["step"] for row in rows] == [4, 8, 12]
+def test_the_trainer_logs_every_monitor_beside_its_loss_and_is_left_as_it_was(found: dict[str, Any]) -> None:
     names = {
         "loss", "loss_standard_error", "rank_loss_0", "rank_loss_1", "all_alarms", "gradient_norm_median",
-        "gradient_norm_spikes", "memory_mib", "slowest_rank", "slowest_rank_lag_s",
-        "items_per_step", "ranks",
+        "gradient_norm_spikes", "memory_mib", "slowest_rank", "slowest_rank_lag_s", "items_per_step", "ranks",
     }  # fmt: skip
-    for row in rows[1:]:
-        assert {f"hf_accum_fix/{name}" for name in names} <= row.keys()
-        assert all(value == 0 for key, value in row.items() if key.endswith("_alarms"))
-
-
-def test_the_logged_mean_weighs_tokens_where_the_trainer_averages_steps(found: dict[str, Any]) -> None:
     for its in found["trainer"]:
-        first = its["rows"][0]
+        first, *rest = its["rows"]
+        assert [row["step"] for row in its["rows"]] == [4, 8, 12]
+        for row in rest:
+            assert {f"hf_accum_fix/{name}" for name in names} <= row.keys()
+            assert all(value == 0 for key, value in row.items() if key.endswith("_alarms"))
+        # It weighs tokens where the Trainer averages steps.
         assert first["hf_accum_fix/loss"] == pytest.approx(its["by_hand"], rel=1e-6)
         assert first["hf_accum_fix/loss"] != pytest.approx(first["loss"], rel=1e-6)
-
-
-def test_nothing_is_summed_but_at_a_log_or_a_check(found: dict[str, Any]) -> None:
-    # What all ranks can watch after the first step, whether any has BatchNorm after the second, and one sum a log.
-    assert found["trainer"][0]["sums_at_steps"] == {1: 1, 2: 1, 4: 1, 8: 1, 12: 1}
-
-
-def test_the_trainer_is_left_as_it_was(found: dict[str, Any]) -> None:
-    for its in found["trainer"]:
         assert its["as_it_was"] and its["left_behind"] == [] and its["accelerator"] == []
+        # What all ranks can watch after the first step, whether any has BatchNorm after the second, and one sum a log.
+        assert its["sums_at_steps"] == {1: 1, 2: 1, 4: 1, 8: 1, 12: 1}

@@ -37,10 +37,8 @@ class Holder(Trainer):
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-}
+    "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -67,7 +65,8 @@ def test_a_trainer_that_keeps_a_method_of_its_own_is_copied(how: str, kept: str)
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("release", [pytest.param("1.14.2", marks=pytest.mark.thorough), "1.17.3"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("release", ["1.14.2", "1.17.3"])
 def test_the_kernel_and_the_wrapped_loaders_work_by_an_older_wrapt(release: str, tmp_path: Path) -> None:
     """aiobotocore, and so s3fs, pins wrapt below 2."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]

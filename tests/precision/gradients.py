@@ -42,12 +42,9 @@ def batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2,
-}
+}  # fmt: skip
 
 
 def llama(**given: Any) -> nn.Module:
@@ -67,8 +64,7 @@ class Bigram(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, 32)
-        self.body = nn.Linear(32, 32)
+        self.embed, self.body = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 32)
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(
@@ -123,16 +119,9 @@ def asking(accumulate_in: str) -> type:
 
 
 def by_trainer(
-    model: nn.Module,
-    rows: Sequence[dict[str, Any]],
-    steps: int,
-    accumulate_in: str,
-    folder: Path,
-    *,
-    ranks: int = 1,
-    trainer: type = StockRecorder,
-    **arguments: Any,
-) -> Keep:
+    model: nn.Module, rows: Sequence[dict[str, Any]], steps: int, accumulate_in: str, folder: Path, *, ranks: int = 1,
+    trainer: type = StockRecorder, **arguments: Any,
+) -> Keep:  # fmt: skip
     """By ``apply()``, or by the subclass where ``trainer`` is one; "stock" is the installed Trainer."""
     optimizer = Keep(model)
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
@@ -141,11 +130,7 @@ def by_trainer(
     trainer = asking(accumulate_in) if trainer is ClassRecorder else trainer
     with hf_accum_fix.apply(accumulate_in=accumulate_in, quiet=True) if patched else nullcontext():
         trainer(
-            model=model,
-            args=given,
-            train_dataset=list(rows),
-            data_collator=batch,
-            optimizers=(optimizer, scheduler),
+            model=model, args=given, train_dataset=list(rows), data_collator=batch, optimizers=(optimizer, scheduler)
         ).train()
     return optimizer
 
@@ -164,8 +149,6 @@ def by_loop(model: nn.Module, rows: Sequence[dict[str, Any]], steps: int, accumu
     return optimizer
 
 
-# --- a model with a branch that the last micro-batch of a window does not use, one that none uses, and a tied -------
-
 CONTRACT = LossContract(Reduction.MEAN, Items(("labels",)))
 
 
@@ -174,9 +157,7 @@ class Sometimes(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, 32)
-        self.body = nn.Linear(32, 32)
-        self.rare = nn.Linear(32, 32)
-        self.never = nn.Linear(32, 32)
+        self.body, self.rare, self.never = (nn.Linear(32, 32) for _ in range(3))
 
     def logits(self, input_ids: Tensor) -> Tensor:
         hidden = self.body(self.embed(input_ids)).relu()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,6 @@ from transformers import TrainerCallback
 import hf_accum_fix
 from hf_accum_fix import UnsupportedSetupError, accumulation_windows
 from hf_accum_fix.engines.precision import Arrival, Leaf, WindowGradient
-from hf_accum_fix.loop import AccumulationWindows
 from hf_accum_fix.overrides.session import SESSION
 from tests.numerics.parity import Recorder, StockRecorder, training_arguments
 from tests.precision.gradients import Bigram, Keep, asking, batch, error, left_on, reference, samples
@@ -35,7 +35,7 @@ def trainer_of(kind: type, folder: Path, given: Mapping[str, Any] = MappingProxy
 
 
 def nothing_is_left(trainer: Any) -> bool:
-    gradient = trainer.__dict__[SESSION].gradient
+    gradient = trainer.__dict__[SESSION].delivery.gradient
     return not (left_on(trainer.model) or gradient._sums or gradient._hooks or gradient._leaves)
 
 
@@ -172,16 +172,7 @@ def test_reverted_within_a_window_the_gradient_is_as_torch_adds_it(tmp_path: Pat
         assert error(found, seen[0]) < 0.006
 
 
-# --- what cannot be added in more than 16 bits is refused by name, before an optimizer steps ------------------------
-
-FOUR = samples(4)
-BATCHES = [batch([row]) for row in FOUR]
-
-
-def one_micro_batch(model: nn.Module, windows: AccumulationWindows) -> None:
-    window = next(iter(windows))
-    with window.micro_batch(model):
-        window.loss(model, window.batches[0]).backward()
+BATCHES = [batch([row]) for row in samples(4)]
 
 
 def by_hook(parameters: Iterable[nn.Parameter]) -> None:
@@ -194,17 +185,18 @@ def optimizer_hook(parameter: Any) -> None:
     pytest.fail("it stepped")
 
 
-def by_torch(parameters: Iterable[nn.Parameter]) -> None:
-    _apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 1.0})
+BY_TORCH = partial(_apply_optimizer_in_backward, torch.optim.SGD, optimizer_kwargs={"lr": 1.0})
 
 
-@pytest.mark.parametrize(("stepping", "named"), [(by_hook, "optimizer_hook"), (by_torch, "SGD")])
+@pytest.mark.parametrize(("stepping", "named"), [(by_hook, "optimizer_hook"), (BY_TORCH, "SGD")], ids=["hook", "torch"])
 def test_optimizers_of_single_parameters(stepping: Any, named: str) -> None:
     model = Bigram().bfloat16()
     stepping(model.parameters())
     before = [each.detach().clone() for each in model.parameters()]
-    with pytest.raises(UnsupportedSetupError, match=rf"a hook that runs inside the backward \({named}\)"):
-        one_micro_batch(model, accumulation_windows(BATCHES, steps=4, accumulate_in="float32"))
+    window = next(iter(accumulation_windows(BATCHES, steps=4, accumulate_in="float32")))
+    refused = pytest.raises(UnsupportedSetupError, match=rf"a hook that runs inside the backward \({named}\)")
+    with refused, window.micro_batch(model):
+        window.loss(model, window.batches[0]).backward()
     assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
 
 

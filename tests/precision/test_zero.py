@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator, DeepSpeedPlugin
 from torch import nn
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.backends.rows import zero
-from tests.backends.trajectory import unset_hf_deepspeed_config, without_compiling
+from tests.backends.trajectory import fresh_state, unset_hf_deepspeed_config, without_compiling
 from tests.precision.gradients import Bigram, Gradient, batch, error, llama, reference, samples
 from tests.precision.test_gradients import NOISE
 from tests.ranks import on_ranks
@@ -29,10 +28,7 @@ TOLD: dict[str, dict[str, Any]] = {
 }
 #: That, and what is asked of us.
 CASES = (
-    ("nothing", "parameter"),
-    ("nothing", "float32"),
-    ("adds", "parameter"),
-    ("adds", "float32"),
+    *(("nothing", "parameter"), ("nothing", "float32"), ("adds", "parameter"), ("adds", "float32")),
     ("adds and reduces", "compensated"),
 )
 FINE = (CASES[0], CASES[3])
@@ -44,23 +40,13 @@ def step(
     """What one step of SGD, rate 1, takes off the float32 weights that DeepSpeed keeps."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     unset_hf_deepspeed_config()
-    PartialState(cpu=True, backend="gloo")
+    fresh_state()
     without_compiling()
-    config = {
-        **zero(stage)["deepspeed"],
-        "train_micro_batch_size_per_gpu": len(rows) // 2 // steps,
-        "gradient_accumulation_steps": steps,
-        "gradient_clipping": 1e30,
-        "bf16": {"enabled": True},
-        **TOLD[told],
-    }
+    sizes = {"train_micro_batch_size_per_gpu": len(rows) // 2 // steps, "gradient_accumulation_steps": steps}
+    config = {**zero(stage)["deepspeed"], **sizes, "gradient_clipping": 1e30, "bf16": {"enabled": True}, **TOLD[told]}
     live = Accelerator(
-        gradient_accumulation_steps=steps,
-        mixed_precision="bf16",
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        gradient_accumulation_steps=steps, mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
     )
     mine = rows[dist.get_rank() :: 2]
     size = len(mine) // steps

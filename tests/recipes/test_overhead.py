@@ -24,7 +24,7 @@ def overhead() -> ModuleType:
     return load("overhead", known_as="overhead")
 
 
-@pytest.mark.parametrize("head", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", ["llama", pytest.param("bert", marks=pytest.mark.thorough)])
 def test_a_step_costs_one_in_a_hundred_operations_and_no_memory(head: str, overhead: ModuleType) -> None:
     """The layers of the medium model, and narrow ones, since the width changes no count."""
     size = replace(overhead.SIZES["medium"], width=32, length=16)

@@ -33,8 +33,11 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("results.jsonl", "window_speed.png"),
     ),
 }
-#: They take minutes.
-LONG = ("sample_shards", "window_speed")
+#: Before a release.
+LONG = (
+    *("convergence_monitor", "coupled_cost", "gradient_precision", "on_gpu", "router_loss", "router_loss_cost"),
+    *("sample_shards", "window_speed"),
+)
 #: Steps of a short run, and the alarm that it has to end with, by the fault.
 FAULTS = {
     "data": (400, "rank-loss-1"),
@@ -119,8 +122,7 @@ def test_the_matrix_is_summarised_and_drawn(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "call",
-    ["accelerate_loop --splits 16x3", "convergence_monitor --fault lightning", "window_speed --modes faster"],
+    "call", ["accelerate_loop --splits 16x3", "convergence_monitor --fault lightning", "window_speed --modes faster"]
 )
 def test_a_wrong_call_ends_at_once(call: str) -> None:
     assert recipe(*call.split(), code=2).stderr

@@ -28,17 +28,8 @@ from tests.numerics.parity import PATHS, cut, reference_step, take_step
 
 #: One head for each way in which a release can go wrong.
 CHOSEN = (
-    "llama",
-    "gpt2-position-0",
-    "llava",
-    "mixtral",
-    "bert-mlm",
-    "bert-classes",
-    "t5",
-    "lora",
-    "llama-smoothing",
-    "func-with-mean",
-    "no-kwargs",
+    *("llama", "gpt2-position-0", "llava", "mixtral", "bert-mlm", "bert-classes", "t5", "lora", "llama-smoothing"),
+    *("func-with-mean", "no-kwargs"),
 )
 #: Trajectories of three epochs whose last window is short.
 EPOCHS = ("llama", "bert-mlm")
@@ -97,12 +88,7 @@ def main(output: Path) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         dist.init_process_group("gloo")
-    told = {
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "torch": torch.__version__,
-        "world_size": world_size,
-    }
+    told = {each.__name__: each.__version__ for each in (transformers, accelerate, torch)} | {"world_size": world_size}
     with tempfile.TemporaryDirectory() as folder:
         rows = [{**told, **cell} for cell in cells(world_size, Path(folder))]
     if world_size > 1:

@@ -17,12 +17,12 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,25 +31,14 @@ import transformers as hf
 from torch import Tensor, nn
 
 from tests.numerics.epochs import Stream
-from tests.numerics.heads import (
-    HEADS,
-    Batch,
-    DropsKwargs,
-    Head,
-    NoKwargs,
-    Sample,
-    TokenModel,
-    bert,
-    llama,
-    llama_config,
-)
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Head, NoKwargs, Sample, TokenModel
 from tests.numerics.heads.experts import ROUTER
 from tests.numerics.heads.head import VOCABULARY, seeded
 from tests.numerics.heads.losses import shifted_cross_entropy, smoothing_reference
 from tests.numerics.heads.multimodal import IMAGE_TOKEN
 from tests.numerics.heads.own import func_reference, func_with_mean, func_with_number
 from tests.numerics.heads.samples import images, one_class, speech, text, with_labels
-from tests.numerics.heads.text import prompt_tuning
+from tests.numerics.heads.text import bert, llama, llama_config, prompt_tuning
 from tests.numerics.parity import StockRecorder, cut, flat, reference_step, relative, train, trainer_of
 
 Gradient = dict[str, Tensor]
@@ -84,9 +73,6 @@ class Probe:
         if value is None or expected is None:
             return value is expected
         return abs(value - expected) <= 0.01 * (abs(expected) or 1.0)
-
-
-# --- modules --------------------------------------------------------------------------------------------------------
 
 
 class Divides(TokenModel):
@@ -132,9 +118,6 @@ class AlignedForConditionalGeneration(hf.T5ForConditionalGeneration):
         return {"loss": loss, "logits": outputs.logits}
 
 
-# --- samples and heads ----------------------------------------------------------------------------------------------
-
-
 FIRST_MARK = 4
 
 
@@ -165,9 +148,8 @@ def with_image(samples: Sequence[Sample]) -> list[Sample]:
         ids = torch.cat([torch.full((4,), IMAGE_TOKEN), sample["input_ids"].clamp(min=4)])
         labels = torch.cat([torch.full((4,), -100), sample["labels"]])
         pixels = torch.randn(3, 16, 16, generator=g, dtype=torch.float64)
-        made.append(
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "pixel_values": pixels}
-        )
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        made.append({**row, "pixel_values": pixels})
     return made
 
 
@@ -194,6 +176,15 @@ def _three_numbers(index: int, _: torch.Generator) -> Tensor:
 
 def module(build: Callable[[], nn.Module], samples: Sequence[Sample] | None = None, **more: Any) -> Head:
     return Head(build.__name__, seeded(build), even() if samples is None else samples, **more)
+
+
+def of(name: str, samples: Sequence[Sample] | None = None, **more: Any) -> Head:
+    """A head of the tests on these samples."""
+    return Head(name, HEADS[name].build, even() if samples is None else samples, **more)
+
+
+def llama_classifier() -> nn.Module:
+    return hf.LlamaForSequenceClassification(llama_config(num_labels=3))
 
 
 SMOOTHING = {"label_smoothing_factor": 0.1}
@@ -227,9 +218,6 @@ def func_aligned(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 def aligned_reference(model: nn.Module, batch: Batch) -> Tensor:
     labels = batch.pop("labels")
     return F.cross_entropy(model(**batch)["logits"].flatten(0, 1), labels.flatten())
-
-
-# --- a run of the stock Trainer -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -297,9 +285,6 @@ def averaged() -> dict[str, bool]:
     return {name: True} if name in {each.name for each in fields(hf.TrainingArguments)} else {}
 
 
-# --- measures -------------------------------------------------------------------------------------------------------
-
-
 def factor(found: Gradient, wanted: Gradient) -> float:
     """What ``wanted`` has to be multiplied by to give ``found``; nan where no factor does."""
     a, b = flat(found, wanted), flat(wanted, wanted)
@@ -339,10 +324,8 @@ def descent(model: nn.Module, loss: Tensor) -> Gradient:
     """The parameter change of one SGD step at lr 1."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     grads = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True, retain_graph=True)
-    return {
-        name: torch.zeros_like(parameter) if grad is None else -grad.double()
-        for (name, parameter), grad in zip(named, grads, strict=True)
-    }
+    found = zip(named, grads, strict=True)
+    return {name: torch.zeros_like(its) if grad is None else -grad.double() for (name, its), grad in found}
 
 
 def mean_of_means() -> float:
@@ -401,15 +384,20 @@ def smoothing_unshifted() -> float:
     return distance(found, right_step(unshifted, 8)[0], right_step(head, 8)[0])
 
 
-def compiled() -> float:
-    """1 where the module inside is handed a number that it cannot take."""
+def ends(error: type[Exception], words: str, *given: Any, **how: Any) -> float:
+    """1 where a training ends in this error, 0 where it ends well."""
     try:
-        run(module(lambda: torch.compile(NoKwargs(), backend="eager")))
-    except TypeError as error:
-        if "num_items_in_batch" not in str(error):
+        run(*given, **how)
+    except error as raised:
+        if words not in str(raised):
             raise
         return 1.0
     return 0.0
+
+
+def compiled() -> float:
+    """Whether the module inside is handed a number that it cannot take."""
+    return ends(TypeError, "num_items_in_batch", module(lambda: torch.compile(NoKwargs(), backend="eager")))
 
 
 def func_got_no_count() -> float:
@@ -447,17 +435,8 @@ def launched_with_steps() -> float:
     """The gradient with ``accelerate launch --gradient_accumulation_steps 4`` over that without."""
     head = module(Divides)
     plain = run(head).change
-    with _environment("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"):
+    with mock.patch.dict(os.environ, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4"):
         return factor(run(head).change, plain)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def _with_a_blank() -> Head:
@@ -480,26 +459,14 @@ def nan_filter() -> float:
 
 
 def scaled_in_place() -> float:
-    try:
-        # With unused parameters looked for, DDP hands out a clone.
-        run(module(Root), 2, 2, ddp_find_unused_parameters=False, **averaged())
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        return 1.0
-    return 0.0
+    """With unused parameters looked for, DDP would hand out a clone."""
+    how = {"ddp_find_unused_parameters": False, **averaged()}
+    return ends(RuntimeError, "modified by an inplace operation", module(Root), 2, 2, **how)
 
 
 def averaging_crashes() -> float:
-    if not averaged():
-        return 0.0
-    try:
-        run(module(Divides), 2, 2, max_steps=2, learning_rate=1e-3, **averaged())
-    except TypeError as error:
-        if "Unsupported types" not in str(error):
-            raise
-        return 1.0
-    return 0.0
+    how = {"max_steps": 2, "learning_rate": 1e-3, **averaged()}
+    return ends(TypeError, "Unsupported types", module(Divides), 2, 2, **how) if averaged() else 0.0
 
 
 def averaging_without_count() -> float:
@@ -562,123 +529,88 @@ def longest_step_of_a_stream() -> float:
     return float(max(len(step) for step in found.steps))
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
-
 G, W = 4.0, 2.0
 WITH_MEAN = {"compute_loss_func": func_with_mean}
+ALIGNED = {"compute_loss_func": func_aligned}
+OWN_INDEX = {"compute_loss_func": func_with_own_ignore_index}
+SMOOTHED: dict[str, Any] = {"loss": smoothing_reference(0.1), "arguments": SMOOTHING}
+
+
+def times(
+    head: Callable[[], Head], inside: float, *cut: int, before: Any = None, after: Any = None, **more: Any
+) -> Probe:
+    """The gradient of a head over the full batch's."""
+    return Probe(lambda: gradient(head(), *cut), inside, before, after, **more)
+
+
+#: Both neighbours of the range are right, or the one before it, where there is none after.
+RIGHT, BEFORE = {"before": 1.0, "after": 1.0}, {"before": 1.0}
 
 PROBES: dict[str, Probe] = {
     "mean-of-micro-batch-means": Probe(mean_of_means, 0.0),
     # 4.27: 4.45 takes the mean of micro-batch means, which is not the mean of rank means.
     "rank-means-averaged": Probe(rank_means, 0.0, before=4.2746, after=1.0, ranks=2),
-    "loss-times-steps": Probe(lambda: logged(module(NoKwargs)), G, before=1.0, after=1.0),
+    "loss-times-steps": Probe(lambda: logged(module(NoKwargs)), G, **RIGHT),
     "undivided-gradient-right-log": Probe(
-        lambda: gradient_over_log(module(TargetsTakesNothing, with_targets(even()))), G, before=1.0, after=1.0
+        lambda: gradient_over_log(module(TargetsTakesNothing, with_targets(even()))), G, **RIGHT
     ),
-    "undivided-as-if-counted": Probe(lambda: logged(module(NoKwargs)), G, before=1.0, after=1.0),
-    "item-count-dropped": Probe(lambda: gradient(module(Divides)), G, before=1.0, after=1.0),
-    "item-count-dropped-again": Probe(lambda: gradient(module(Divides)), G, before=1.0, after=1.0),
-    "loss-without-labels-undivided": Probe(
-        lambda: gradient(module(TargetsTakesKwargs, with_targets(even()))), G, before=1.0, after=1.0
-    ),
+    "undivided-as-if-counted": Probe(lambda: logged(module(NoKwargs)), G, **RIGHT),
+    "item-count-dropped": times(lambda: module(Divides), G, **RIGHT),
+    "item-count-dropped-again": times(lambda: module(Divides), G, **RIGHT),
+    "loss-without-labels-undivided": times(lambda: module(TargetsTakesKwargs, with_targets(even())), G, **RIGHT),
     # Outside: nothing is divided by, so that three micro-batches give three times the mean.
-    "short-epoch-divisor": Probe(lambda: gradient(module(NoKwargs, even(3)), 1, 4), 3 / G, after=3.0),
-    "short-window-divisor": Probe(lambda: gradient(module(NoKwargs, even(3)), 1, 4), 3 / G, before=3.0, after=1.0),
-    "gradient-divided-twice": Probe(lambda: gradient(module(Divides)), 1 / G, before=1.0, after=1.0),
-    "launcher-steps-divide-again": Probe(launched_with_steps, 1 / G, before=1.0, after=1.0),
-    "head-drops-item-count": Probe(lambda: logged(module(DropsKwargs)), G, before=1.0),
-    "generic-head-drops-item-count": Probe(
-        lambda: gradient(
-            Head("llama", seeded(lambda: hf.LlamaForSequenceClassification(llama_config(num_labels=3))), classes())
-        ),
-        G,
-        before=1.0,
-    ),
+    "short-epoch-divisor": times(lambda: module(NoKwargs, even(3)), 3 / G, 1, 4, after=3.0),
+    "short-window-divisor": times(lambda: module(NoKwargs, even(3)), 3 / G, 1, 4, before=3.0, after=1.0),
+    "gradient-divided-twice": times(lambda: module(Divides), 1 / G, **RIGHT),
+    "launcher-steps-divide-again": Probe(launched_with_steps, 1 / G, **RIGHT),
+    "head-drops-item-count": Probe(lambda: logged(module(DropsKwargs)), G, **BEFORE),
+    "generic-head-drops-item-count": times(lambda: module(llama_classifier, classes()), G, **BEFORE),
     "classic-head-drops-item-count": Probe(
         lambda: same(
             gradient(Head("bert", seeded(bert("BertForSequenceClassification", num_labels=3)), classes())),
-            gradient(Head("t5", HEADS["t5"].build, even(masked=0))),
+            gradient(of("t5", even(masked=0))),
         ),
         G,
-        before=1.0,
+        **BEFORE,
     ),
-    "llava-mean-loss": Probe(
-        lambda: gradient(Head("llava", HEADS["llava"].build, with_image(even()))), G, before=1.0, after=1.0
-    ),
-    "undivided-mean-times-ranks": Probe(lambda: gradient(module(DropsKwargs), 4, 1), W, before=1.0, ranks=2),
+    "llava-mean-loss": times(lambda: of("llava", with_image(even())), G, **RIGHT),
+    "undivided-mean-times-ranks": times(lambda: module(DropsKwargs), W, 4, 1, ranks=2, **BEFORE),
     "compiled-module-signature": Probe(compiled, 1.0, before=0.0),
-    "loss-func-mean-not-divided": Probe(lambda: gradient(module(NoKwargs, loss=func_reference, trainer=WITH_MEAN)), G),
+    "loss-func-mean-not-divided": times(lambda: module(NoKwargs, loss=func_reference, trainer=WITH_MEAN), G),
     "loss-func-without-count": Probe(func_got_no_count, 1.0, before=0.0, after=0.0),
     "loss-func-without-count-again": Probe(func_got_no_count, 1.0, before=0.0, after=0.0),
     "loss-func-skipped-without-labels": Probe(func_calls_without_labels, 0.0, after=G),
     "loss-func-not-times-ranks": Probe(func_averaged, 1 / W, after=1.0, ranks=2),
     "regression-and-multi-label-mean": Probe(
         lambda: same(
-            gradient(Head("regression", HEADS["vit-regression"].build, images(_one_number))),
-            gradient(
-                Head(
-                    "multi-label",
-                    HEADS["vit-multi-label"].build,
-                    images(_three_numbers),
-                )
-            ),
+            gradient(of("vit-regression", images(_one_number))), gradient(of("vit-multi-label", images(_three_numbers)))
         ),
         G,
-        before=1.0,
+        **BEFORE,
     ),
-    "ctc-sum-divided-by-accelerate": Probe(lambda: gradient(ctc_sum()), 1 / G, after=1.0),
-    "ctc-sum-divided": Probe(lambda: gradient(ctc_sum()), 1 / G, before=1.0, after=1.0),
-    "router-loss-times-steps": Probe(
-        lambda: router_term(Head("mixtral", HEADS["mixtral"].build, even())), G, before=1.0
-    ),
-    "label-smoothing-mean": Probe(
-        lambda: gradient(Head("llama", seeded(llama), even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)),
-        G,
-        before=1.0,
-        after=1.0,
-    ),
-    "label-smoothing-drops-router-loss": Probe(
-        lambda: router_term(
-            Head("mixtral", HEADS["mixtral"].build, even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)
-        ),
-        0.0,
-    ),
+    "ctc-sum-divided-by-accelerate": times(ctc_sum, 1 / G, after=1.0),
+    "ctc-sum-divided": times(ctc_sum, 1 / G, **RIGHT),
+    "router-loss-times-steps": Probe(lambda: router_term(of("mixtral")), G, **BEFORE),
+    "label-smoothing-mean": times(lambda: module(llama, **SMOOTHED), G, **RIGHT),
+    "label-smoothing-drops-router-loss": Probe(lambda: router_term(of("mixtral", **SMOOTHED)), 0.0),
     "label-smoothing-unshifted": Probe(smoothing_unshifted, 0.0),
-    "first-label-counted": Probe(
-        lambda: gradient(Head("llama", seeded(llama), even(masked=0))), 11 / 12, before=1.0, after=1.0
+    "first-label-counted": times(lambda: module(llama, even(masked=0)), 11 / 12, **RIGHT),
+    "first-label-still-counted": times(lambda: module(Divides, even(masked=0)), 11 / 12, **BEFORE),
+    "first-column-not-counted": times(
+        lambda: module(Divides, even(masked=0), loss=aligned_reference, trainer=ALIGNED), 12 / 11, after=1.0
     ),
-    "first-label-still-counted": Probe(lambda: gradient(module(Divides, even(masked=0))), 11 / 12, before=1.0),
-    "first-column-not-counted": Probe(
-        lambda: gradient(
-            module(Divides, even(masked=0), loss=aligned_reference, trainer={"compute_loss_func": func_aligned})
-        ),
-        12 / 11,
-        after=1.0,
-    ),
-    "aligned-targets-undercounted": Probe(
-        lambda: gradient(Head("aligned", seeded(aligned_t5), even(masked=0))), 12 / 11, before=1.0, after=1.0
-    ),
-    "virtual-tokens-undercounted": Probe(
-        lambda: gradient(Head("prompt-tuning", seeded(prompt_tuning), even(masked=0))), 12 / 11, before=1.0
-    ),
-    "ignore-index-miscounted": Probe(
-        lambda: gradient(
-            module(
-                Divides,
-                some_ignored(even()),
-                loss=own_ignore_index_reference,
-                trainer={"compute_loss_func": func_with_own_ignore_index},
-            )
-        ),
-        4 / 11,
+    "aligned-targets-undercounted": times(lambda: module(aligned_t5, even(masked=0)), 12 / 11, **RIGHT),
+    "virtual-tokens-undercounted": times(lambda: module(prompt_tuning, even(masked=0)), 12 / 11, **BEFORE),
+    "ignore-index-miscounted": times(
+        lambda: module(Divides, some_ignored(even()), loss=own_ignore_index_reference, trainer=OWN_INDEX), 4 / 11
     ),
     "window-without-items-is-nan": Probe(blank_is_nan, 1.0),
     "nan-filter-in-the-log": Probe(nan_filter, 1.0),
     "loss-scaled-in-place": Probe(scaled_in_place, 1.0, before=0.0, ranks=2),
     "averaging-gathers-nothing": Probe(averaging_crashes, 1.0, before=0.0, after=0.0, ranks=2),
     "averaging-times-ranks-without-count": Probe(averaging_without_count, W, after=1.0, ranks=2),
-    "evaluation-loss-times-ranks": Probe(lambda: evaluation_loss(Divides), W, before=1.0, after=1.0, ranks=2),
-    "evaluation-mean-times-ranks": Probe(lambda: evaluation_loss(DropsKwargs), W, before=1.0, ranks=2),
+    "evaluation-loss-times-ranks": Probe(lambda: evaluation_loss(Divides), W, ranks=2, **RIGHT),
+    "evaluation-mean-times-ranks": Probe(lambda: evaluation_loss(DropsKwargs), W, ranks=2, **BEFORE),
     "epoch-tail-not-trained": Probe(steps_in_one_epoch, 1.0, after=2.0),
     "remainder-of-examples": Probe(trained_in_first_epoch, 6.0, before=7.0, after=7.0),
     "tail-carried-into-next-epoch": Probe(steps_across_epochs, 1.0, after=0.0),

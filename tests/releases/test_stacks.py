@@ -50,17 +50,17 @@ Trainer(BertForSequenceClassification(config), args, train_dataset=rows).train()
     ("stack", "tests"),
     [
         # Heads of its two ranks are no part of 4.41.0.
-        (OLDEST, ["tests/accumulation", "tests/loop/test_windows.py"]),
-        pytest.param(OLD, ["tests/loop"], marks=pytest.mark.thorough),
-        (NEWEST, ["tests/accumulation", "tests/loop"]),
+        pytest.param(OLDEST, ["tests/accumulation", "tests/loop/test_windows.py"], id="oldest"),
+        pytest.param(OLD, ["tests/loop"], marks=pytest.mark.thorough, id="old"),
+        pytest.param(NEWEST, ["tests/accumulation", "tests/loop"], marks=pytest.mark.thorough, id="newest"),
     ],
-    ids=["oldest", "old", "newest"],
 )
 def test_the_core_and_the_loops(stack: str, tests: list[str]) -> None:
     run_tests_in(stack, "-m", "not thorough and not slow", *tests, *([] if stack == NEWEST else OF_THE_NEWEST))
 
 
-@pytest.mark.parametrize("stack", [pytest.param(OLD, marks=pytest.mark.thorough), NEWEST], ids=["old", "newest"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("stack", [OLD, NEWEST], ids=["old", "newest"])
 def test_loops_without_accelerate_and_on_two_ranks(stack: str) -> None:
     """What is slow of the loops, but heads that stand for their class alone."""
     run_tests_in(stack, "-k", "plain or two_ranks", "tests/loop", *([] if stack == NEWEST else OF_THE_NEWEST))
@@ -75,16 +75,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "stack",
-    [
-        pytest.param(NEWEST, id="newest"),
-        *[
-            pytest.param(each, marks=pytest.mark.thorough, id=id)
-            for each, id in ((OLDEST, "oldest"), (OLD, "old"), (BETWEEN, "between"))
-        ],
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("stack", [OLDEST, OLD, BETWEEN, NEWEST], ids=["oldest", "old", "between", "newest"])
 def test_the_wheel_leaves_torch_alone_and_answers(
     stack: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,29 +87,18 @@ def families() -> dict[str, Head]:
     mixtral = replace(HEADS["mixtral"], samples=domains())
     checkpointing = {"use_reentrant": False, "context_fn": in_float64_again}
     checkpoints = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": checkpointing}
+    qwen = HEADS["qwen3-moe"]
     found = {
-        "Mixtral": mixtral,
-        **{
-            name: replace(HEADS[head], samples=domains())
-            for name, head in {
-                "Qwen2-MoE": "Qwen2MoeForCausalLM",
-                "Qwen3-MoE": "qwen3-moe",
-                "OLMoE": "OlmoeForCausalLM",
-                "GPT-OSS": "GptOssForCausalLM",
-                "Jamba": "JambaForCausalLM",
-                "GraniteMoE": "GraniteMoeForCausalLM",
-                "DBRX": "DbrxForCausalLM",
-            }.items()
-        },
+        "Mixtral": mixtral, "Qwen2-MoE": HEADS["Qwen2MoeForCausalLM"], "Qwen3-MoE": qwen,
+        "OLMoE": HEADS["OlmoeForCausalLM"], "GPT-OSS": HEADS["GptOssForCausalLM"], "Jamba": HEADS["JambaForCausalLM"],
+        "GraniteMoE": HEADS["GraniteMoeForCausalLM"], "DBRX": HEADS["DbrxForCausalLM"],
         "Mixtral, LoRA": replace(mixtral, build=lora(mixtral)),
         "Mixtral, checkpointing": replace(mixtral, arguments=checkpoints),
-        "Mixtral, label smoothing": replace(HEADS["mixtral-smoothing"], samples=domains()),
+        "Mixtral, label smoothing": HEADS["mixtral-smoothing"],
         "Mixtral, no mask": replace(mixtral, collate=padded_without_mask),
-        "Qwen3-MoE, declared false": replace(
-            HEADS["qwen3-moe"], samples=domains(), build=declared_false(HEADS["qwen3-moe"].build)
-        ),
-    }
-    return {name: replace(head, router=COEFFICIENT) for name, head in found.items()}
+        "Qwen3-MoE, declared false": replace(qwen, build=declared_false(qwen.build)),
+    }  # fmt: skip
+    return {name: replace(head, samples=domains(), router=COEFFICIENT) for name, head in found.items()}
 
 
 def with_coefficient(head: Head, coefficient: float) -> Head:
@@ -128,18 +117,9 @@ def with_coefficient(head: Head, coefficient: float) -> Head:
     return replace(head, build=build)
 
 
-# --- what the Trainer does ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class Auxiliary:
-    """What the router's loss added to one step.
-
-    Attributes:
-        change: of all trainable parameters, flat.
-        value: of the logged loss.
-        step: the whole step.
-    """
+    """What the router's loss added to one step: to all trainable parameters, flat, and to the logged loss."""
 
     change: Tensor
     value: float
@@ -163,13 +143,11 @@ def step(head: Head, convention: str, per_device: int, coefficient: float, ranks
     given = with_coefficient(head, coefficient)
     if convention == "loop":
         return take_steps(given, head.samples, per_device, accumulate, "windows", router_loss="exact")[0]
-    with tempfile.TemporaryDirectory() as output:
-        if convention == "stock":
-            return take_step(given, head.samples, path="stock", output=Path(output), **cut)
-        if convention == "trainer":
-            return take_step(given, head.samples, path="stock", output=Path(output), trainer_class=Exact, **cut)
-        with hf_accum_fix.apply(router_loss=convention):
-            return take_step(given, head.samples, path="stock", output=Path(output), **cut)
+    patched = convention not in ("stock", "trainer")
+    cut |= {"trainer_class": Exact} if convention == "trainer" else {}
+    applied: Any = hf_accum_fix.apply(router_loss=convention) if patched else nullcontext()
+    with tempfile.TemporaryDirectory() as output, applied:
+        return take_step(given, head.samples, path="stock", output=Path(output), **cut)
 
 
 def auxiliary(head: Head, convention: str, per_device: int, ranks: int = 1, **arguments: Any) -> Auxiliary:
@@ -181,9 +159,6 @@ def auxiliary(head: Head, convention: str, per_device: int, ranks: int = 1, **ar
 
 def flat(change: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([change[name].flatten() for name in sorted(change)])
-
-
-# --- what it ought to be -----------------------------------------------------------------------------------------
 
 
 def library(head: Head, weights: Callable[[Sequence[Batch]], Sequence[float]], per_device: int = SAMPLES) -> Tensor:

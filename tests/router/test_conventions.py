@@ -11,34 +11,21 @@ import torch
 
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.window.state import ATTEMPTS
-from tests.router.conventions import (
-    COEFFICIENT,
-    FAMILIES,
-    LIBRARY,
-    SIZES,
-    TWIN,
-    Auxiliary,
-    InFloat64,
-    auxiliary,
-    flat,
-    full_batch,
-    step,
-    twin,
-    with_coefficient,
-)
+from tests.router import conventions
+from tests.router.conventions import COEFFICIENT, FAMILIES, LIBRARY, TWIN, InFloat64, auxiliary, flat, step, twin
 
 MIXTRAL = "Mixtral"
-#: The everyday tests run Mixtral in two sizes; of the other families this one is marked "zoo".
-OF_A_FAMILY = 4
+#: Families whose code is another's, and sizes of a micro-batch: before a release. The everyday tests run Mixtral.
+ALIKE = ("OLMoE", "GraniteMoE", "Qwen2-MoE")
 
 
 def every_cut() -> Iterator[Any]:
     """Every family and size of a micro-batch, as parameters."""
     for family in FAMILIES:
-        for size in SIZES:
-            marks = [] if family == MIXTRAL and size in (4, 16) else [pytest.mark.slow]
-            if family != MIXTRAL and size != OF_A_FAMILY:
-                marks = [pytest.mark.thorough]
+        for size in conventions.SIZES:
+            everyday = family == MIXTRAL and size in (4, 16)
+            slow = size == 4 if family not in (MIXTRAL, *ALIKE) else family == MIXTRAL and size == 1
+            marks = [] if everyday else [pytest.mark.slow if slow else pytest.mark.thorough]
             yield pytest.param(family, size, marks=marks, id=f"{family}-{size}")
 
 
@@ -55,10 +42,9 @@ def test_exact_is_the_full_batch_for_every_cut(family: str, size: int) -> None:
     assert router.form.weight == pytest.approx(COEFFICIENT, rel=1e-4)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 8])
-def test_stock_and_the_mean_are_wrong_first(size: int) -> None:
+def test_stock_and_the_mean_are_wrong_first() -> None:
     """By as much as the loss is large, while its value hides it; stock G times, too."""
-    head = FAMILIES[MIXTRAL]
+    head, size = FAMILIES[MIXTRAL], 8
     with InFloat64():
         wanted, value = twin(head)
         found = {name: auxiliary(head, name, size) for name in ("stock", "mean")}
@@ -70,9 +56,9 @@ def test_stock_and_the_mean_are_wrong_first(size: int) -> None:
 def test_the_library_itself_agrees_to_the_rounding_of_its_sums() -> None:
     """In the types it trains in; the auxiliary part comes from two steps, with its coefficient and without."""
     head = FAMILIES[MIXTRAL]
-    wanted = full_batch(head)
+    wanted = conventions.full_batch(head)
     with_it, without = (flat(step(head, "exact", 4, each).change) for each in (COEFFICIENT, 0.0))
-    assert Auxiliary(with_it - without, 0.0, None).error(wanted) <= LIBRARY  # type: ignore[arg-type]
+    assert conventions.Auxiliary(with_it - without, 0.0, None).error(wanted) <= LIBRARY  # type: ignore[arg-type]
 
 
 def test_patch_and_subclass_are_the_same() -> None:
@@ -105,39 +91,27 @@ def test_an_own_loss_function_may_add_the_models_own() -> None:
     assert float((found - wanted).norm() / wanted.norm()) <= TWIN
 
 
-def forwards(convention: str, size: int, coefficient: float) -> int:
+def forwards(size: int, coefficient: float) -> int:
     """Forwards of one step after the first, in which the loss is observed."""
-    count = 0
-    head = FAMILIES[MIXTRAL]
-
-    def build() -> torch.nn.Module:
-        def counted(*_: Any) -> None:
-            nonlocal count
-            count += 1
-
-        model = with_coefficient(head, coefficient).build()
-        model.register_forward_pre_hook(counted)
-        return model
-
-    head = replace(head, samples=head.samples[:8])
-    counted_head = replace(head, build=build)
-    found = []
+    head, found = FAMILIES[MIXTRAL], []
     # The loss is observed in the windows before.
     for steps in (ATTEMPTS, ATTEMPTS + 1):
-        count = 0
-        samples = [*head.samples] * steps
-        whole = replace(counted_head, samples=samples)
-        accumulate = len(head.samples) // size
-        step(whole, convention, size, coefficient, accumulate=accumulate, steps=steps)
-        found.append(count)
+        run = list[int]()
+
+        def build(run: list[int] = run) -> torch.nn.Module:
+            model = conventions.with_coefficient(head, coefficient).build()
+            model.register_forward_pre_hook(lambda *_: run.append(1))
+            return model
+
+        whole = replace(head, build=build, samples=[*head.samples[:8]] * steps)
+        step(whole, "exact", size, coefficient, accumulate=8 // size, steps=steps)
+        found.append(len(run))
     return found[1] - found[0]
 
 
 @pytest.mark.slow
 def test_the_pass_that_counts_is_run_only_where_it_is_needed() -> None:
-    assert forwards("exact", 4, COEFFICIENT) == 4
-    assert forwards("exact", 4, 0.0) == 2
-    assert forwards("exact", 8, COEFFICIENT) == 1
+    assert [forwards(4, COEFFICIENT), forwards(4, 0.0), forwards(8, COEFFICIENT)] == [4, 2, 1]
 
 
 @pytest.mark.slow
@@ -145,7 +119,7 @@ def test_a_compiled_model_is_stood_in_for_outside_of_its_graph() -> None:
     head = replace(FAMILIES[MIXTRAL], samples=FAMILIES[MIXTRAL].samples[:8])
     compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
     with_it, without = (flat(step(head, "exact", 4, each, **compiled).change) for each in (COEFFICIENT, 0.0))
-    wanted = full_batch(head)
+    wanted = conventions.full_batch(head)
     assert float((with_it - without - wanted).norm() / wanted.norm()) <= LIBRARY
 
 
@@ -156,6 +130,6 @@ def test_in_bfloat16_both_passes_route_alike() -> None:
     with_it, without = (step(head, "exact", 4, each, bf16=True) for each in (COEFFICIENT, 0.0))
     moved = with_it.trainer.__dict__[SESSION].router.moved
     assert moved is not None and float(moved) == 0.0
-    wanted = full_batch(head)
+    wanted = conventions.full_batch(head)
     found = flat(with_it.change) - flat(without.change)
     assert float((found - wanted).norm() / wanted.norm()) <= 0.1

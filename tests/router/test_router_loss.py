@@ -42,9 +42,6 @@ def test_the_plain_mean_of_the_shares_is_the_whole(tokens: list[int], top_k: int
         assert float((one - other).norm()) <= TWIN * max(float(other.norm()), 1e-3)
 
 
-# --- a loop of one's own -----------------------------------------------------------------------------------------
-
-
 def loss_of(model: nn.Module) -> Callable[[Batch], Tensor]:
     return lambda inputs: model(**inputs)["loss"]
 
@@ -58,8 +55,7 @@ def looped(model: nn.Module, window: Sequence[Batch], convention: str) -> tuple[
     router = RouterLoss(Convention(convention))
     if convention != "mean":
         router.form = router.recognise(loss_of(model), window[0], model, CPU)
-    numbers = router.count(loss_of(model), window, model, CPU, 1)
-    router.settle(numbers, len(window), 1)
+        router.settle(router.count(loss_of(model), window, model, CPU, 1), len(window), 1)
     model.zero_grad()
     for index, inputs in enumerate(window):
         with router.micro_batch(index):
@@ -73,29 +69,17 @@ def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("convention", Convention)
-def test_a_loop_of_ones_own(convention: Convention) -> None:
-    model = MIXTRAL.build().train()
-    with InFloat64():
-        whole, _ = looped(model, pieces(MIXTRAL, 32), "mean")
-        found, router = looped(model, pieces(MIXTRAL, 8), convention.value)
-    if convention is Convention.EXACT:
-        assert apart(found, whole) <= TWIN
-        assert float(router.shares[0].sum()) == pytest.approx(2, rel=1e-12)
-    else:
-        assert apart(found, whole) > 0.1
-    assert router.in_force is convention
-
-
 def test_a_micro_batch_without_weight_changes_nothing() -> None:
     """A rank without a sample of its own left runs one that counts nothing; the others then weigh more."""
     model = MIXTRAL.build().train()
     window = pieces(MIXTRAL, 16)
     repeated = [window[0], ZeroWeightBatch(window[0]), window[1], ZeroWeightBatch(window[1])]
     with InFloat64():
-        wanted, _ = looped(model, window, "exact")
-        found, _ = looped(model, repeated, "exact")
-    assert apart(found, wanted) <= TWIN
+        whole, _ = looped(model, pieces(MIXTRAL, 32), "mean")
+        found, router = looped(model, repeated, "exact")
+        mean, _ = looped(model, window, "mean")
+    assert apart(found, whole) <= TWIN < 0.1 < apart(mean, whole)
+    assert router.in_force is Convention.EXACT and float(router.shares[0].sum()) == pytest.approx(2, rel=1e-12)
 
 
 def test_an_encoder_and_a_decoder_are_two_pools() -> None:
@@ -110,9 +94,6 @@ def test_an_encoder_and_a_decoder_are_two_pools() -> None:
     assert router.form is not None and len(router.form.pools) == 2
     assert apart(found, whole) <= TWIN
     assert apart(stock, whole) > 0.1
-
-
-# --- two passes alike --------------------------------------------------------------------------------------------
 
 
 def dropping_out() -> nn.Module:
@@ -169,9 +150,6 @@ def test_the_identical_function_comes_back(modeling: Any) -> None:
     assert vars(modeling)[FUNCTION] is original
     # One stand-in for all of them: a compiled model is not compiled anew.
     assert original not in seen and len({id(each) for each in seen}) == 1
-
-
-# --- what is recognised ------------------------------------------------------------------------------------------
 
 
 def recognised(model: nn.Module, inputs: Batch) -> Form:

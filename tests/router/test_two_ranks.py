@@ -17,18 +17,24 @@ from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.load_balancing import Call
 from tests.faults.test_looking_fails import PlantedError, faulty
 from tests.ranks import on_ranks
-from tests.router.conventions import COEFFICIENT, FAMILIES, TWIN, flat, step
-from tests.router.rows import errors
+from tests.router.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, auxiliary, flat, step, twin
+
+
+def errors() -> dict[str, tuple[float, float]]:
+    """By convention: the relative error to the float64 twin of the router's part, and its value over the twin's."""
+    head = FAMILIES["Mixtral"]
+    with InFloat64():
+        wanted, value = twin(head)
+        found = {name: auxiliary(head, name, 8, 2, ddp_backend="gloo") for name in ("stock", "mean", "exact", "loop")}
+    return {name: (each.error(wanted), each.value / value) for name, each in found.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_exact_is_the_full_batch_of_both_ranks() -> None:
-    (row,) = errors(2, ["Mixtral 8"])
-    error, value = row["error"], row["value"]
+    found = on_ranks(errors)[0]
     for ours in ("exact", "loop"):
-        assert error[ours] <= TWIN and abs(value[ours] - 1) <= TWIN, row
-    assert min(error["stock"], error["mean"]) > 1e-2, row
+        assert found[ours][0] <= TWIN and abs(found[ours][1] - 1) <= TWIN, found
+    assert min(found["stock"][0], found["mean"][0]) > 1e-2, found
 
 
 def raised_by_failing(fails_at: int) -> str:

@@ -111,6 +111,16 @@ def traced_by_wrapt(function: Callable[..., Any], seen: list[int]) -> Callable[.
     return wrapt.FunctionWrapper(function, trace)
 
 
+def refused(installation: Installation, ours: dict[str, Any], foreign: Any, name: str) -> None:
+    """What is on top of ours has to go first."""
+    with pytest.raises(ForeignPatchError, match=rf"Toy\.method \(now of .*{name}"):
+        installation.restore()
+    assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is foreign
+    Toy.method = ours["method"]  # type: ignore[method-assign]
+    assert installation.replacements() == {}
+    installation.restore()
+
+
 TRACERS = pytest.mark.parametrize("tracer", [traced, traced_by_wrapt])
 
 
@@ -132,14 +142,10 @@ def test_a_foreign_wrapper_stays_outside_and_is_still_called(tracer: Callable[..
 @pytest.mark.parametrize("read", [lambda: Toy.method, lambda: vars(Toy)["method"]], ids=["class", "vars"])
 def test_a_wrapper_put_on_later_works_and_has_to_go_first(read: Callable[[], Any], tracer: Callable[..., Any]) -> None:
     installation = wrap("static", "method")
-    ours = dict(vars(Toy))
-    foreign = Toy.method = tracer(read(), [])  # type: ignore[method-assign]
+    ours, foreign = dict(vars(Toy)), tracer(read(), [])
+    Toy.method = foreign  # type: ignore[method-assign]
     assert call("method")[0] == "traced(ours(method 1))" and installation.replacements() == {}
-    with pytest.raises(ForeignPatchError, match=r"Toy\.method \(now of .*trace"):
-        installation.restore()
-    assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is foreign
-    Toy.method = ours["method"]  # type: ignore[method-assign]
-    installation.restore()
+    refused(installation, ours, foreign, "trace")
 
 
 def test_a_foreign_wrapper_that_unwraps_itself_leaves_ours_to_be_restored() -> None:
@@ -182,12 +188,7 @@ def test_dropped_by_a_replacement_ours_is_missing_and_nothing_is_touched() -> No
     ours = dict(vars(Toy))
     replacement = Toy.method = lambda self, x: "dropped"  # type: ignore[method-assign, assignment]
     assert list(installation.replacements()) == ["method"]
-    with pytest.raises(ForeignPatchError, match=r"Toy\.method \(now of .*lambda"):
-        installation.restore()
-    assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is replacement
-    Toy.method = ours["method"]  # type: ignore[method-assign]
-    assert installation.replacements() == {}
-    installation.restore()
+    refused(installation, ours, replacement, "lambda")
 
 
 def test_two_installations_come_off_in_either_order() -> None:

@@ -23,35 +23,21 @@ from transformers import Trainer, TrainerState
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, SeamError, accumulation_windows, verify
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.upstream import protocols
+from hf_accum_fix.upstream import protocols, seams
 from hf_accum_fix.upstream.presence import missing_from_classes, require_accelerator
-from hf_accum_fix.upstream.seams import (
-    ACCELERATOR,
-    ARGUMENTS,
-    ATTRIBUTES,
-    BATCH_SHARD,
-    DISPATCHER,
-    PROCESSES,
-    SEAMS,
-    STATE,
-    STREAM_SHARD,
-    TESTED_RANGES,
-    TRAINER,
-    VERIFY,
-    Attribute,
-)
+from hf_accum_fix.upstream.seams import ATTRIBUTES, PROCESSES, SEAMS, TESTED_RANGES, VERIFY, Attribute
 from tests.numerics.parity import training_arguments
 
 PACKAGE = Path(hf_accum_fix.__file__).parent
 HERE = [row for row in ATTRIBUTES if row.is_in(Version(import_module(row.target.partition(".")[0]).__version__))]
 REFUSED = [row for row in HERE if not row.off]
 OFF = [row for row in HERE if row.off]
-LOADERS = (BATCH_SHARD, STREAM_SHARD, DISPATCHER)
+LOADERS = (seams.BATCH_SHARD, seams.STREAM_SHARD, seams.DISPATCHER)
 PROTOCOLS = {
-    TRAINER: protocols.TrainerLike,
-    ARGUMENTS: protocols.ArgumentsLike,
-    STATE: protocols.StateLike,
-    ACCELERATOR: protocols.AcceleratorLike,
+    seams.TRAINER: protocols.TrainerLike,
+    seams.ARGUMENTS: protocols.ArgumentsLike,
+    seams.STATE: protocols.StateLike,
+    seams.ACCELERATOR: protocols.AcceleratorLike,
 }
 
 
@@ -86,14 +72,14 @@ def objects(trainer: Any) -> dict[str, Any]:
     batches = BatchSamplerShard(BatchSampler(range(4), 1, False), 1, 0)
     stream = IterableDatasetShard(range(4))
     return {
-        TRAINER: trainer,
-        ARGUMENTS: trainer.args,
-        STATE: trainer.state,
-        ACCELERATOR: trainer.accelerator,
+        seams.TRAINER: trainer,
+        seams.ARGUMENTS: trainer.args,
+        seams.STATE: trainer.state,
+        seams.ACCELERATOR: trainer.accelerator,
         PROCESSES: trainer.accelerator.state,
-        BATCH_SHARD: (batches, DataLoaderShard(range(4), batch_sampler=batches)),
-        STREAM_SHARD: (stream, DataLoaderShard(stream)),
-        DISPATCHER: (loader := DataLoaderDispatcher(range(4), batch_size=1), loader),
+        seams.BATCH_SHARD: (batches, DataLoaderShard(range(4), batch_sampler=batches)),
+        seams.STREAM_SHARD: (stream, DataLoaderShard(stream)),
+        seams.DISPATCHER: (loader := DataLoaderDispatcher(range(4), batch_size=1), loader),
     }
 
 
@@ -101,11 +87,8 @@ def objects(trainer: Any) -> dict[str, Any]:
 def test_apply_refuses_what_a_class_lacks(row: Attribute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(defining(holder_of(row), row.name), row.name)
     package = row.target.partition(".")[0]
-    first = row.since or TESTED_RANGES[package][0]
-    with pytest.raises(
-        SeamError,
-        match=rf"without {row}; expected it: hf-accum-fix uses it to {row.used_for}; use {package} {first} to ",
-    ):
+    use = f"uses it to {row.used_for}; use {package} {row.since or TESTED_RANGES[package][0]} to "
+    with pytest.raises(SeamError, match=rf"without {row}; expected it: hf-accum-fix {use}"):
         hf_accum_fix.apply()
     assert hf_accum_fix.active_handle() is None
 
@@ -115,9 +98,8 @@ def test_training_refuses_what_an_object_lacks(row: Attribute, trainer: Any, mon
     held = objects(trainer)[row.target]
     with hf_accum_fix.apply(), pytest.raises(SeamError, match=f"without {row}; "):
         if row.target in LOADERS:
-            monkeypatch.delattr(
-                defining(type(held[0]), row.name) if row.name not in vars(held[0]) else held[0], row.name
-            )
+            of_class = row.name not in vars(held[0])
+            monkeypatch.delattr(defining(type(held[0]), row.name) if of_class else held[0], row.name)
             WithoutDuplicates(held[1], False, print)
         else:
             where = vars(held).get("_shared_state", vars(held)) if row.target == PROCESSES else vars(held)

@@ -84,29 +84,23 @@ def _by_window(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / share(window)
 
 
-def _trl_liger(rows: Rows, window: WholeBatch) -> Tensor:
-    per_sample = -(rows["logprobs"] * rows["advantages"] * rows["mask"]).sum(-1)
-    return per_sample.sum() / rows["mask"].sum().clamp(min=1.0) / window.micro_batches
-
-
-def _swift_dapo(rows: Rows, window: WholeBatch) -> Tensor:
-    return policy(rows) / share(window)
-
-
 def _swift_dapo_right(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / share(window) * window.micro_batches
 
 
+def squared_error(rows: Rows) -> Tensor:
+    """The sum of a critic's over tokens."""
+    return (((rows["values"] - rows["returns"]) ** 2) * rows["mask"]).sum()
+
+
 def _verl_critic(rows: Rows, window: WholeBatch) -> Tensor:
     actor = policy(rows) / share(window)
-    critic = (((rows["values"] - rows["returns"]) ** 2) * rows["mask"]).sum() / tokens(rows)
+    critic = squared_error(rows) / tokens(rows)
     return actor + 0.5 * critic
 
 
 def _verl_critic_right(rows: Rows, window: WholeBatch) -> Tensor:
-    actor = policy(rows) / share(window)
-    critic = (((rows["values"] - rows["returns"]) ** 2) * rows["mask"]).sum() / share(window)
-    return actor + 0.5 * critic
+    return policy(rows) / share(window) + 0.5 * squared_error(rows) / share(window)
 
 
 def _nemo_nll(rows: Rows, window: WholeBatch) -> Tensor:
@@ -126,24 +120,12 @@ def _prime_rank(rows: Rows, window: WholeBatch) -> Tensor:
     return policy(rows) / max(float(tokens(window.of_rank)), 1.0)
 
 
-def _verl_geo_mean(rows: Rows, window: WholeBatch) -> Tensor:
-    ratio = torch.exp((rows["logprobs"] * rows["mask"]).sum(-1) / rows["mask"].sum(-1))
-    return torch.mean(-ratio * rows["advantages"][:, 0])
-
-
-def _verl_geo_mean_right(rows: Rows, window: WholeBatch) -> Tensor:
-    ratio = torch.exp((rows["logprobs"] * rows["mask"]).sum(-1) / rows["mask"].sum(-1))
-    return (-ratio * rows["advantages"][:, 0]).sum() / len(window.batch["mask"]) * window.ranks
-
-
 _RANKS = {"ranks": (1, 2, 3)}
 _MEAN = {"over_micro_batches": "mean", **_RANKS}
 HISTORY = (
     History("huggingface/trl grpo_trainer.py 1.16.0, bnpo", _trl_bnpo, _by_window, "policy(rows) /", "a local", _RANKS),
-    History("huggingface/trl#5890", _trl_liger, _by_window, "per_sample.sum()", "a local", _RANKS),
-    History("modelscope/ms-swift#10117", _swift_dapo, _swift_dapo_right, "policy(rows) /", "another constant", _MEAN),
+    History("modelscope/ms-swift#10117", _by_window, _swift_dapo_right, "policy(rows) /", "another constant", _MEAN),
     History("verl-project/verl#6957", _verl_critic, _verl_critic_right, "critic = ", "a local", _RANKS),
-    History("verl-project/verl#5614", _verl_geo_mean, _verl_geo_mean_right, "torch.mean", "a local", _RANKS),
     History("NVIDIA-NeMo/RL#3791", _nemo_nll, _nemo_nll_right, "loss - 0.1", "a local", _RANKS),
     # Right on one rank, wrong on two.
     History("PrimeIntellect-ai/prime-rl#2358", _prime_rank, _by_window, "policy(rows) /", "a local", {"ranks": (2, 3)}),

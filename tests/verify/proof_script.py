@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -20,7 +18,7 @@ import hf_accum_fix
 from hf_accum_fix.verification.projection import named
 from tests.backends.rows import by_tp_plan, fsdp_argument, zero
 from tests.backends.sequence_parallel import stacked, ulysses
-from tests.backends.trajectory import offloading_on_a_cpu
+from tests.backends.trajectory import offloading_on_a_cpu, sharding_on
 
 SAMPLES, SIZES = 20, {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -82,15 +80,10 @@ class Faulty(Trainer):
 def trainer_of(given: Sequence[str] | None = None) -> Trainer:
     """What the arguments of the command line, or these, describe."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", default="")
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--fault", default="")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--apply", action="store_true")
-    parser.add_argument("--classes", action="store_true")
+    for name, usual in {"size": 8, "steps": 1, "seed": 0, "engine": "", "fault": "", "dtype": "float32"}.items():
+        parser.add_argument(f"--{name}", type=type(usual), default=usual)
+    for name in ("apply", "classes"):
+        parser.add_argument(f"--{name}", action="store_true")
     words = parser.parse_args(given)
     if words.apply:
         hf_accum_fix.apply()
@@ -115,24 +108,11 @@ def trainer_of(given: Sequence[str] | None = None) -> Trainer:
     if words.engine.startswith("fsdp"):
         more = fsdp_argument(int(words.engine[4]))
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=words.size,
-        gradient_accumulation_steps=words.steps,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        remove_unused_columns=False,
-        bf16=words.bf16,
-        **more,
-    )
+        tempfile.mkdtemp(), per_device_train_batch_size=words.size, gradient_accumulation_steps=words.steps,
+        use_cpu=True, report_to="none", save_strategy="no", remove_unused_columns=False, **more,
+    )  # fmt: skip
     if words.engine.startswith("fsdp") or words.engine == "tp":
-        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
-        arguments.device  # noqa: B018 - it is set up when it is asked for
-        cpu = torch.device("cpu")
-        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=cpu)
-    if words.fault == "unused":
-        # No fault: a parameter that the loss does not use.
-        model.unused = torch.nn.Parameter(torch.ones(3))
+        sharding_on(arguments)
     model = by_tp_plan(model) if words.engine == "tp" else model
     if words.fault == "layer":
         model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 1.01 * gradient)

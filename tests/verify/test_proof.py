@@ -22,6 +22,7 @@ from hf_accum_fix.upstream.engine_defects import engine_defects_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, hash_of, project, projections_of
 from hf_accum_fix.verification.proof import Proof, hold_against, judge
 from hf_accum_fix.verification.report import Kind
+from tests.backends.rows import LAUNCHED_DEEPSPEED
 from tests.cli.processes import environment, start
 from tests.ranks import on_ranks
 from tests.torchrun import torchrun
@@ -29,9 +30,6 @@ from tests.verify import proof_script
 from tests.verify.trainers import Regression, small
 
 SCRIPT = Path(proof_script.__file__)
-
-
-# --- projections ------------------------------------------------------------------------------------------------------
 
 
 def _vectors(count: int, size: int = 300) -> list[torch.Tensor]:
@@ -71,9 +69,6 @@ def test_of_shards_the_whole_is_projected() -> None:
     assert all(each == [True] * 16 for each in on_ranks(_shards, [(7, 5), (3,), (2, 9, 3), (70000, 2)], ranks=4))
 
 
-# --- judging ----------------------------------------------------------------------------------------------------------
-
-
 def _here(factor: float = 1.0, changed: dict[int, float] | None = None, **what: Any) -> Proof:
     """Thirty parameters of very different size."""
     gradient = {}
@@ -93,6 +88,9 @@ def test_the_same_is_the_same() -> None:
     assert found and found.verdict.words.startswith("the proof's gradient, to ")
 
 
+FIRST = PROOF.gradient["layer.0"]
+
+
 @pytest.mark.parametrize(
     ("here", "words"),
     [
@@ -101,30 +99,33 @@ def test_the_same_is_the_same() -> None:
         (_here(changed={4: 1.01}), "layer.4 (1.01 times) alone; the other 29 are right"),
         (_here(changed={4: 0.0, 8: 0.5}), "alone; the other 28 are right"),
         (_here(changed={at: 1 + 0.1 * at for at in range(30)}), "another direction"),
-        (_here(gradient={**PROOF.gradient, "layer.0": 0 * PROOF.gradient["layer.0"]}), "layer.0 (0 times) alone"),
+        (_here(gradient={**PROOF.gradient, "layer.0": 0 * FIRST}), "layer.0 (0 times) alone"),
         (
-            _here(gradient={name: each for name, each in PROOF.gradient.items() if name != "layer.0"}),
+            _here(gradient={name: each for name, each in PROOF.gradient.items() if each is not FIRST}),
             "layer.0 (0 times)",
         ),
         (_here(1.3, eps=2**-7), "1.3 times the proof's"),
     ],
+    ids=["W", "1 / GW", "one", "two", "all", "zero", "missing", "16 bits"],
 )
 def test_a_fault_is_described(here: Proof, words: str) -> None:
     found = judge(PROOF, here)
     assert found.verdict.kind is Kind.OFF and words in found.verdict.words, found.verdict
 
 
+def _other(*row: Any) -> dict[str, Any]:
+    return {"parameters": {**_here().parameters, "layer.3": row}}
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [
         ({"samples": [1, 3]}, "other samples: 2 here, of which the proof's 2 lack 1;"),
-        (
-            {"parameters": {**_here().parameters, "layer.3": ([300], "float32", 8)}},
-            "the initial weights differ: layer.3 of 30",
-        ),
-        ({"parameters": {**_here().parameters, "layer.3": ([301], "float32", 7)}}, "another model: layer.3"),
-        ({"gradient": {**PROOF.gradient, "layer.0": torch.full((ROWS * BUCKETS,), math.nan)}}, "the gradient is nan"),
+        (_other([300], "float32", 8), "the initial weights differ: layer.3 of 30"),
+        (_other([301], "float32", 7), "another model: layer.3"),
+        ({"gradient": {**PROOF.gradient, "layer.0": torch.full_like(FIRST, math.nan)}}, "the gradient is nan"),
     ],
+    ids=["samples", "weights", "model", "nan"],
 )
 def test_nothing_is_said_of_another_training(what: dict[str, Any], words: str) -> None:
     found = judge(PROOF, _here(**what))
@@ -133,9 +134,6 @@ def test_nothing_is_said_of_another_training(what: dict[str, Any], words: str) -
 
 def test_sixteen_bits_have_a_coarser_limit() -> None:
     assert judge(PROOF, _here(1.01, eps=2**-7))
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_proof_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -152,9 +150,6 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
         Proof.load(tmp_path / "p.json")
     with pytest.raises(OptionsError, match="which is no proof"):
         Proof.load(tmp_path / "missing.json")
-
-
-# --- trainers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -176,20 +171,20 @@ def test_every_split_has_the_proofs_gradient(saved: Path, split: tuple[str, str]
         assert found and found.error is not None and found.error < 1e-6, str(found)
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("twice", "2 times the proof's in every parameter"),
-        ("layer", "model.layers.1.mlp.up_proj.weight (1.01 times) alone; the other 20 are right"),
-        ("frozen", "lm_head.weight (0 times) alone; the other 20 are right"),
-        ("drop", "another direction"),
-        ("clip", "off, relative error"),
-    ],
-)
-def test_a_planted_fault_is_found(saved: Path, fault: str, words: str) -> None:
+FAULTS = {
+    "twice": "2 times the proof's in every parameter",
+    "layer": "model.layers.1.mlp.up_proj.weight (1.01 times) alone; the other 20 are right",
+    "frozen": "lm_head.weight (0 times) alone; the other 20 are right",
+    "drop": "another direction",
+    "clip": "off, relative error",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(saved: Path, fault: str) -> None:
     trainer = proof_script.trainer_of(["--size", "2", "--steps", "4", "--fault", fault])
     found = hold_against(trainer, Proof.load(saved))
-    assert found.verdict.kind is Kind.OFF and words in str(found), str(found)
+    assert found.verdict.kind is Kind.OFF and FAULTS[fault] in str(found), str(found)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -200,7 +195,7 @@ def test_other_precisions(dtype: str, tmp_path: Path) -> None:
     proof = Proof.load(path)
     right = hold_against(proof_script.trainer_of(split), proof)
     assert right and right.error is not None and right.error < (1e-13 if dtype == "float64" else 0.03), str(right)
-    for fault in ("twice", "drop", "clip", "frozen", *(["layer"] if dtype == "float64" else [])):
+    for fault in FAULTS if dtype == "float64" else ("twice", "drop", "clip", "frozen"):
         found = hold_against(proof_script.trainer_of([*split, "--fault", fault]), proof)
         assert found.verdict.kind is Kind.OFF, f"{fault}: {found}"
 
@@ -229,9 +224,6 @@ def test_a_random_collator_is_refused(tmp_path: Path) -> None:
     assert any("no proof was saved: got a random collator" in note for note in report.notes)
 
 
-# --- the command, on every engine -------------------------------------------------------------------------------------
-
-
 def _against(saved: Path, *words: str, ranks: int = 2) -> tuple[int, dict[str, Any], str]:
     answer = saved.with_name("answer.json")
     answer.unlink(missing_ok=True)
@@ -239,22 +231,18 @@ def _against(saved: Path, *words: str, ranks: int = 2) -> tuple[int, dict[str, A
     return done.returncode, json.loads(answer.read_text()) if answer.is_file() else {}, done.stdout + done.stderr
 
 
+#: In CI, and before a release.
 _ENGINES = [
-    *[pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp2", "tp")],
-    *[pytest.param(each, marks=[pytest.mark.slow, pytest.mark.thorough]) for each in ("", "fsdp1")],
-    *[pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero3", "sp2")],
-    *[
-        pytest.param(each, marks=[pytest.mark.deepspeed, pytest.mark.thorough])
-        for each in ("zero0", "zero1", "zero2", "sp3")
-    ],
+    *(pytest.param(each, marks=[pytest.mark.slow, pytest.mark.thorough]) for each in ("", "fsdp1", "fsdp2", "tp")),
+    *(pytest.param(each, marks=pytest.mark.deepspeed) for each in ("zero3", "sp2")),
+    *(pytest.param(e, marks=[pytest.mark.deepspeed, pytest.mark.thorough]) for e in ("zero0", "zero1", "zero2", "sp3")),
 ]
 
 
 @pytest.mark.parametrize("engine", _ENGINES)
-def test_two_ranks_of_every_engine(saved: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_of_every_engine(saved: Path, engine: str, request: pytest.FixtureRequest) -> None:
     if engine.startswith(("zero", "sp")):
-        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        request.getfixturevalue("under_deepspeed")
     of = ["--engine", engine, "--size", "2", "--steps", "4" if engine.startswith(("tp", "sp")) else "2"]
     if engine.startswith("sp"):
         # Stock weights parts of samples as if they had equally many tokens.
@@ -269,13 +257,16 @@ def test_two_ranks_of_every_engine(saved: Path, engine: str, monkeypatch: pytest
     assert code == 1 and "2 times the proof's in every parameter" in answer["verdict"]["words"], output
 
 
+@pytest.fixture
+def under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED_DEEPSPEED.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.deepspeed
-def test_deepspeed_that_loses_micro_batches_is_found_without_its_name(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("under_deepspeed")
+def test_deepspeed_that_loses_micro_batches_is_found_without_its_name(saved: Path) -> None:
     """Shown by 0.18.9, as ``backends/test_engine_defects.py``; one rank, as there."""
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     wrong = bool(engine_defects_of("deepspeed", version("deepspeed")))
     whole, _, output = _against(saved, "--engine", "zero2-offloaded", ranks=1)
     assert whole == 0, output

@@ -35,11 +35,20 @@ _ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _rows() -> dict[str, Tensor]:
     rows = batch()
-    return {
-        **rows,
-        "entropies": rows["teacher"].abs().requires_grad_(),
-        "old": rows["logprobs"].detach() + 0.1,
-    }
+    return {**rows, "entropies": rows["teacher"].abs().requires_grad_(), "old": rows["logprobs"].detach() + 0.1}
+
+
+_ALONE = {"gather": lambda x: x, "reduce": lambda x, reduction: x, "gather_for_metrics": lambda x: x}
+_ARGUMENTS = {
+    "delta": None, "use_bias_correction_kl": False, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+}  # fmt: skip
+_USUAL = {
+    "epsilon_low": 0.2, "epsilon_high": 0.2, "max_completion_length": 5, "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None, "aux_loss_enabled": False, "use_vllm": False,
+    "vllm_importance_sampling_correction": False, "use_adaptive_entropy": False,
+    "model": SimpleNamespace(training=True),
+}  # fmt: skip
 
 
 def _loss(kind: str, what: dict[str, Any]) -> Any:
@@ -50,55 +59,21 @@ def _loss(kind: str, what: dict[str, Any]) -> Any:
         # As TRL counts it: of the generation batch.
         items = (rows if _MICRO in what else window.batch)["mask"].sum()
         trainer = object.__new__(grpo.GRPOTrainer)
+        accelerator = SimpleNamespace(num_processes=window.ranks, sync_gradients=False, **_ALONE)
         vars(trainer).update(
-            loss_type=kind,
-            importance_sampling_level="sequence" if kind == "luspo" else "token",
-            beta=what.get("beta", 0.0),
-            epsilon_low=0.2,
-            epsilon_high=0.2,
-            max_completion_length=5,
-            current_gradient_accumulation_steps=window.micro_batches,
-            args=SimpleNamespace(
-                delta=None,
-                use_bias_correction_kl=False,
-                sapo_temperature_pos=1.0,
-                sapo_temperature_neg=1.05,
-                vespo_k_pos=2.0,
-                vespo_lambda_pos=3.0,
-                vespo_k_neg=3.0,
-                vespo_lambda_neg=2.0,
-                steps_per_generation=steps,
-            ),
-            top_entropy_quantile=1.0,
-            off_policy_mask_threshold=None,
-            aux_loss_enabled=False,
-            use_vllm=False,
-            vllm_importance_sampling_correction=False,
-            use_adaptive_entropy=False,
-            _entropy_bonus_enabled="entropy" in what,
-            entropy_coef=what.get("entropy", 0.0),
-            model=SimpleNamespace(training=True),
-            accelerator=SimpleNamespace(
-                num_processes=window.ranks,
-                sync_gradients=False,
-                gather=lambda x: x,
-                reduce=lambda x, reduction: x,
-                gather_for_metrics=lambda x: x,
-            ),
+            _USUAL, loss_type=kind, importance_sampling_level="sequence" if kind == "luspo" else "token",
+            beta=what.get("beta", 0.0), current_gradient_accumulation_steps=window.micro_batches,
+            args=SimpleNamespace(**_ARGUMENTS, steps_per_generation=steps), accelerator=accelerator,
+            _entropy_bonus_enabled="entropy" in what, entropy_coef=what.get("entropy", 0.0),
             _metrics=defaultdict(lambda: defaultdict(list)),
             _get_per_token_logps_and_entropies=lambda *_, **__: (rows["logprobs"], rows["entropies"], None),
-        )
+        )  # fmt: skip
         empty = torch.zeros(len(rows["mask"]), 0)
         inputs = {
-            "prompt_ids": empty,
-            "prompt_mask": empty,
-            "completion_ids": rows["mask"],
-            "completion_mask": rows["mask"],
-            "advantages": rows["advantages"][:, 0],
-            "old_per_token_logps": rows["old"],
-            "ref_per_token_logps": rows["teacher"],
-            "num_items_in_batch": items,
-        }
+            "prompt_ids": empty, "prompt_mask": empty, "completion_ids": rows["mask"], "completion_mask": rows["mask"],
+            "advantages": rows["advantages"][:, 0], "old_per_token_logps": rows["old"],
+            "ref_per_token_logps": rows["teacher"], "num_items_in_batch": items,
+        }  # fmt: skip
         found: Tensor = trainer._compute_loss(trainer.model, inputs)
         return found
 
@@ -131,11 +106,3 @@ def test_the_readmes_table_is_measured() -> None:
     text = readme.read_text(encoding="utf-8")
     missing = [line for line in _table() if line not in text]
     assert not missing, "\n".join(["expected in verification/README.md:", *_table()])
-
-
-@pytest.mark.parametrize("row", _ROWS)
-def test_the_whole_batch_itself_has_a_loss(row: str) -> None:
-    kind, what = _ROWS[row]
-    rows = _rows()
-    loss = _loss(kind, what)(rows, WholeBatch(rows, rows, 1, 1))
-    assert torch.isfinite(loss) and loss.requires_grad

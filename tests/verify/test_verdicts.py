@@ -32,9 +32,6 @@ def in_float32(times: float = 1.0) -> list[Any]:
     return [{name: value.float() * times for name, value in each.items()} for each in points(8)]
 
 
-# --- models and trainers --------------------------------------------------------------------------------------------
-
-
 def tokens(counts: Sequence[int], width: int = 6) -> list[dict[str, Tensor]]:
     """Samples of `width` tokens, so many of them with a target."""
     g = torch.Generator().manual_seed(5)
@@ -64,24 +61,6 @@ class Tagger(nn.Module):
         summed = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         number = (labels != -100).sum() if num_items_in_batch is None or not self.by_number else num_items_in_batch
         return {"loss": summed / number + self.penalty * logits.logsumexp(-1).square().mean(), "logits": logits}
-
-
-class Pairs(Regression):
-    """The first half of a batch is preferred to the second."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        scores = self.last(torch.tanh(self.first(x)))[:, 0]
-        half = len(scores) // 2 or 1
-        return {"loss": -nn.functional.logsigmoid(scores[:half] - scores[-half:]).mean(), "logits": scores}
-
-
-class OwnNoise(Regression):
-    """Noise of a generator that no seed reaches."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        if not hasattr(self, "generator"):
-            self.generator = torch.Generator().manual_seed(1)
-        return super().forward(x + 0.5 * torch.randn(x.shape, generator=self.generator), labels)
 
 
 class Half(Regression):
@@ -208,8 +187,6 @@ class TimesThirteenTenths(Trainer):
         return loss
 
 
-# --- the verdict on stock, its words, and the verdict on apply() ----------------------------------------------------
-
 #: Of a split that is off, one is given.
 REASONS = ("off, relative error", "no split can equal", "overflow")
 OFF, EXACT, UNKNOWN = Kind.OFF, Kind.EXACT, Kind.COULD_NOT_TELL
@@ -218,14 +195,7 @@ SPARSE_SAMPLES = [{"x": torch.arange(3) + place % 6, "labels": torch.tensor(floa
 
 
 def row(
-    name: str,
-    make: Make,
-    kind: Kind,
-    *words: str,
-    fixed: Kind | None = None,
-    absent: str = "",
-    marks: Any = (),
-    **how: Any,
+    name: str, make: Make, kind: Kind, *words: str, fixed: Any = None, absent: str = "", marks: Any = (), **how: Any
 ) -> Any:
     """``words`` are in the verdict, ``absent`` is not; ``fixed``: the verdict on apply()."""
     return pytest.param(make, how, kind, words, absent, fixed, id=name, marks=marks)
@@ -253,24 +223,12 @@ def row(
             "overflow", splits=[1], with_apply=False),
         row("calls counted", of(Regression, cls=Counts), UNKNOWN, "random"),
         row("lists of rows", of(Regression, cls=OfRows, data_collator=list), OFF, "no split can equal", splits=[3]),
-        row("pairs", of(Pairs), OFF, "no split can equal", marks=SLOW),
-        row("own generator", of(OwnNoise), UNKNOWN, "random", marks=SLOW),
-        *(
-            row(f"z {size}", of(lambda by=size: Tagger(penalty=by, by_number=True), tokens(RAGGED)), OFF,
-                "relative error", marks=SLOW)
-            for size in (1e-1, 1e-3)
-        ),
+        row("z", of(lambda: Tagger(penalty=1e-3, by_number=True), tokens(RAGGED)), OFF, "relative error", marks=SLOW),
         row("gradients scaled", of(Half, cls=TimesThirteenTenths), OFF, absent="rounding", marks=SLOW),
     ],
 )  # fmt: skip
 def test_what_is_not_exact_is_named(
-    make: Make,
-    how: dict[str, Any],
-    kind: Kind,
-    words: tuple[str, ...],
-    absent: str,
-    fixed: Kind | None,
-    tmp_path: Path,
+    make: Make, how: dict[str, Any], kind: Kind, words: tuple[str, ...], absent: str, fixed: Kind | None, tmp_path: Path
 ) -> None:
     report = verify(make(tmp_path), **how)
     assert report.verdict.kind is kind and all(each in report.verdict.words for each in words), report
@@ -290,10 +248,8 @@ EXACT_ONES: dict[str, tuple[Make, list[int], dict[str, Any]]] = {
     "no outputs": (of(Regression, cls=NoOutputs), [2, 8], {}),
     "sparse": (of(Sparse, SPARSE_SAMPLES, max_grad_norm=0.0), [2, 8], {"reference": "full"}),
     # A right gradient is right whatever its size.
-    **{
-        f"times {factor}": (of(lambda by=factor: Scaled(by).float(), in_float32()), [1, 2], {})
-        for factor in (1e-30, 1e36)
-    },
+    "tiny": (of(lambda: Scaled(1e-30).float(), in_float32()), [1, 2], {}),
+    "huge": (of(lambda: Scaled(1e36).float(), in_float32()), [1, 2], {}),
 }
 
 
@@ -302,9 +258,6 @@ def test_what_users_bring_is_verified(name: str, tmp_path: Path) -> None:
     make, splits, how = EXACT_ONES[name]
     report = verify(make(tmp_path), splits=splits, **how)
     assert report.verdict.kind is report.verdict_of("apply()").kind is EXACT and report.samples == (8,), report
-
-
-# --- what needs a test of its own -----------------------------------------------------------------------------------
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -338,11 +291,8 @@ def test_a_stream_of_datasets_is_verified(name: str, tmp_path: Path) -> None:
 def test_a_stream_that_cannot_is_refused_untouched_or_given_its_own_sample(tmp_path: Path) -> None:
     stream = OneWay()
     trainer = small(Regression(), tmp_path, stream, max_steps=2)
-    refused = verify(trainer)
-    assert (
-        refused.verdict.kind is Kind.COULD_NOT_TELL
-        and "pass some of its samples: samples=[...]" in refused.verdict.words
-    )
+    refused = verify(trainer).verdict
+    assert refused.kind is UNKNOWN and "pass some of its samples: samples=[...]" in refused.words
     assert verify(trainer, [2, 8], samples=points(8)).verdict.kind is Kind.EXACT
     assert len(list(stream.rest)) == 20
 
@@ -366,22 +316,8 @@ def test_a_split_that_does_not_fit_is_an_error(splits: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(tmp_path: Path) -> None:
-    """Its own floor is one forward's: what 256 sums in bfloat16 lose is off, and is called by its name."""
-    samples = [{**each, "labels": each["labels"] + 4} for each in points(256)]
-    trainer = small(Half(), tmp_path, samples, per_device=1, accumulate=256)
-    report = verify(trainer, splits=[1, 64])
-    many, few = report.of("stock")
-    assert many.error is not None and many.error > report.tolerance
-    assert many.verdict.kind is Kind.OFF and "bfloat16" in many.verdict.words
-    assert few.verdict.kind is Kind.EXACT and few.error is not None and few.error < 0.01
-    assert report.tolerance < 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [17 / 16, 2.0], ids=str)
-def test_the_least_factor_is_detected_in_half_precision(factor: float, tmp_path: Path) -> None:
-    scaled = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else factor)
+def test_the_least_factor_is_detected_in_half_precision(tmp_path: Path) -> None:
+    scaled = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else 17 / 16)
     trainer = small(Half(), tmp_path, points(16), cls=scaled, per_device=1, accumulate=16)
     report = verify(trainer, splits=[1], with_apply=False)
     assert report.verdict.kind is not Kind.EXACT, report
@@ -422,9 +358,6 @@ class WrongLog(Trainer):
 def test_a_wrong_log_over_a_right_gradient_is_reported(tmp_path: Path) -> None:
     verdict = verify(small(Regression(), tmp_path, points(8), cls=WrongLog), with_apply=False).verdict
     assert verdict.kind is Kind.EXACT and "logged loss is 4 times" in verdict.words
-
-
-# --- the first line -------------------------------------------------------------------------------------------------
 
 
 class Inflated(Regression):

@@ -26,10 +26,7 @@ AFFECTED: dict[str, tuple[str, tuple[str, ...]] | None] = {
     "mixtral": ("aux loss times G", ("router-loss-times-steps",)),
 }
 if before("5.6"):  # measured on 5.4.0
-    AFFECTED = {
-        "llama": ("1/G", ("gradient-divided-twice",)),
-        "llava": ("1/G", ("gradient-divided-twice",)),
-    }
+    AFFECTED = {"llama": ("1/G", ("gradient-divided-twice",)), "llava": ("1/G", ("gradient-divided-twice",))}
 if before("5.0"):  # measured on 4.49.0
     AFFECTED = {
         "llama": None,
@@ -84,16 +81,6 @@ def test_in_half_precision_the_floor_is_that_of_the_autocast(name: str, tmp_path
     report = verify(trainer, splits=[1, 4])
     assert 5e-4 < report.floor < 1e-2 and report.verdict_of("apply()").kind is Kind.EXACT
     assert report.verdict_of("stock").kind is (Kind.EXACT if name == "llama" else Kind.OFF)
-
-
-@CURRENT
-@pytest.mark.parametrize("name", ["bert-mlm", "mixtral"])
-def test_the_streamed_reference_is_the_full_one(name: str, tmp_path: Path) -> None:
-    report = verify(trainer_of(name, tmp_path), splits=[(2, 4)], reference="streamed", with_apply=True)
-    assert report.reference.startswith("streamed")
-    assert report.verdict_of("apply()").kind is Kind.EXACT
-    error = result(report, "apply()", (2, 4)).error
-    assert error is not None and error < 1e-6
 
 
 @CURRENT
@@ -216,8 +203,6 @@ def test_what_is_no_trainer(given: Any) -> None:
     with pytest.raises(OptionsError, match=r"expected a built transformers\.Trainer; pass "):
         verify(given)
 
-
-# --- what downstream test suites use --------------------------------------------------------------------------------
 
 __all__ = ["invariant"]
 
