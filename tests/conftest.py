@@ -21,7 +21,6 @@ HERE = Path(__file__).parent
 SLOW = (
     "balancing",
     "losses/test_called_exact.py",
-    "losses/test_everyday.py",
     "losses/test_exact_windows.py",
     "monitor",
     "patch",

@@ -96,15 +96,6 @@ def test_a_with_block_restores_also_after_an_exception() -> None:
     assert is_original()
 
 
-def test_a_block_inside_an_application_leaves_it_on() -> None:
-    handle = hf_accum_fix.apply()
-    with hf_accum_fix.apply():
-        pass
-    assert handle.active
-    handle.revert()
-    assert is_original()
-
-
 def test_many_threads_get_one_handle_and_leave_nothing() -> None:
     barrier = threading.Barrier(8)
     handles: list[hf_accum_fix.PatchHandle] = []

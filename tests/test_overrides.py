@@ -15,7 +15,7 @@ from transformers import Trainer
 
 import hf_accum_fix
 from hf_accum_fix.counting.items import Items
-from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import ContractError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.learning.agreement import agree
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.options import Options
@@ -28,7 +28,7 @@ from hf_accum_fix.window.host import Host
 from hf_accum_fix.window.settle import check_alike
 from tests.cli.processes import python
 from tests.logged import Said
-from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy
+from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
 from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import (
     ClassRecorder,
@@ -43,7 +43,6 @@ from tests.numerics.parity import (
     trainer_of,
 )
 from tests.numerics.parity import training_arguments as arguments
-from tests.trainers.custom import SumOverTheNumber
 from tests.trainings import above
 
 DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-classes"]
@@ -56,57 +55,14 @@ DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-clas
 CallsSuper = above(lambda loss, *_: loss)
 
 
-class ScalesItself(SumOverTheNumber, StockRecorder):
-    """Never calls super and divides by the number, as TRL's SFTTrainer does."""
-
-
-class IgnoresTheNumber(StockRecorder):
-    """Never calls super and returns a mean, as TRL's preference trainers do; notes what it saw, in two ways."""
-
-    noted = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.metrics: dict[str, list[int]] = {"rows": []}
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        self.noted += 1
-        self.metrics["rows"].append(len(inputs["labels"]))
-        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
-        loss = shifted_cross_entropy(logits, inputs["labels"])
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
-@pytest.mark.parametrize("trainer_class", [CallsSuper, ScalesItself], ids=["CallsSuper", "ScalesItself"])
-def test_a_subclass_that_calls_super_or_uses_the_number_is_exact(trainer_class: type, tmp_path: Path) -> None:
-    reference = reference_step(DROPS, cut(DROPS.samples, 2))
-    step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=trainer_class)
-    assert step.error(reference) <= 1e-12
-    assert step.loss == pytest.approx(reference.loss, rel=1e-12)
-
-
-def test_a_subclass_that_ignores_the_number_is_weighed_by_its_items(tmp_path: Path) -> None:
-    reference = reference_step(DROPS, cut(DROPS.samples, 1))
-    stock = take_step(DROPS, DROPS.samples, 2, 4, "stock", tmp_path, trainer_class=IgnoresTheNumber)
-    assert stock.error(reference) > 1  # G times
-    step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=IgnoresTheNumber)
-    assert step.error(reference) <= 1e-12
-    assert step.loss == pytest.approx(reference.loss, rel=1e-12)
-    # What a subclass notes on itself while it is observed is dropped: four micro-batches, four notes.
-    assert step.trainer.noted == 4 and step.trainer.metrics["rows"] == [2, 2, 2, 2]
-    assert step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
-
-
-class ScaledAlready(StockRecorder):
+class SaysSo(StockRecorder):
     """Divides its own mean by the window, without the number, as TRL's GRPOTrainer does."""
+
+    loss_is_scaled_for_ga = True
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
         return shifted_cross_entropy(logits, inputs["labels"]) / self.current_gradient_accumulation_steps
-
-
-class SaysSo(ScaledAlready):
-    loss_is_scaled_for_ga = True
 
 
 def test_a_loss_that_is_said_to_be_scaled_is_divided_no_further(tmp_path: Path, said: Said) -> None:
@@ -128,32 +84,7 @@ def test_the_subclass_stands_behind_a_trainer_of_ones_own(tmp_path: Path) -> Non
 
 def test_a_mixin_that_would_bypass_a_trainer_is_refused() -> None:
     with pytest.raises(SeamError, match="expected the mixin last"):
-        type("Wrong", (GlobalBatchMixin, ScalesItself), {})
-
-
-def test_a_subclass_that_changes_the_loss_is_not_called_exact(tmp_path: Path, said: Said) -> None:
-    step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=above(lambda loss, *_: loss**2))
-    assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
-    (line,) = said()
-    assert "the loss contains PowBackward0, and what is below it cannot be read. It gets the plain mean" in line
-
-
-class NeedsTheNumber(TokenModel):
-    """Has no branch for a missing number; in training the number always comes."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor, **kwargs: Any) -> Any:
-        log_p, valid = log_likelihoods(self.logits(input_ids), labels)
-        return {"loss": -(log_p * valid).sum() / num_items_in_batch}
-
-
-def _with_model(head: Any, model: type[torch.nn.Module], **changes: Any) -> Any:
-    return dataclasses.replace(head, build=lambda: _like(model(), DROPS.build()), **changes)
-
-
-def test_a_head_that_cannot_do_without_the_number(tmp_path: Path) -> None:
-    head = _with_model(DROPS, NeedsTheNumber)
-    reference = reference_step(DROPS, cut(DROPS.samples, 2))
-    assert take_step(head, DROPS.samples, 2, 4, "apply", tmp_path).error(reference) <= 1e-12
+        type("Wrong", (GlobalBatchMixin, CallsSuper), {})
 
 
 # --- windows that tell nothing ----------------------------------------------------------------------------------
@@ -229,8 +160,8 @@ def test_a_division_by_accelerate_is_neutralised(tmp_path: Path) -> None:
 
 def test_evaluation_is_untouched(tmp_path: Path) -> None:
     def evaluated(path: str) -> float:
-        step = take_step(MLM, MLM.samples, 2, 4, path, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3)
-        step.trainer.eval_dataset = list(MLM.samples)
+        step = take_step(DROPS, DROPS.samples, 2, 4, path, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3)
+        step.trainer.eval_dataset = list(DROPS.samples)
         with applied(path):
             return float(step.trainer.evaluate()["eval_loss"])
 
@@ -238,9 +169,9 @@ def test_evaluation_is_untouched(tmp_path: Path) -> None:
 
 
 def test_the_switch_leaves_the_subclass_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = take_step(MLM, MLM.samples, 2, 4, "stock", tmp_path)
+    stock = take_step(DROPS, DROPS.samples, 2, 4, "stock", tmp_path)
     monkeypatch.setenv("HF_ACCUM_FIX", "0")
-    off = take_step(MLM, MLM.samples, 2, 4, "trainer", tmp_path)
+    off = take_step(DROPS, DROPS.samples, 2, 4, "trainer", tmp_path)
     assert off.loss == stock.loss and off.norm == stock.norm
 
 
@@ -325,20 +256,21 @@ def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
     assert compiled == 1
 
 
-# --- what the user reads ----------------------------------------------------------------------------------------
+# --- what cannot be right is refused ----------------------------------------------------------------------------
 
 
-def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda trainer: setattr(trainer.args, "_n_gpu", 2), "accelerate launch"),
+        (lambda trainer: setattr(trainer, "use_apex", True), "apex"),
+    ],
+    ids=["data-parallel", "apex"],
+)
+def test_what_cannot_be_right_is_refused_before_anything_runs(change: Any, words: str, tmp_path: Path) -> None:
     trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
-    trainer.args._n_gpu = 2
-    with pytest.raises(UnsupportedSetupError, match="accelerate launch"):
-        trainer.train()
-
-
-def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
-    trainer.use_apex = True
-    with pytest.raises(UnsupportedSetupError, match="apex"):
+    change(trainer)
+    with pytest.raises(UnsupportedSetupError, match=words):
         trainer.train()
 
 
@@ -381,17 +313,6 @@ def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(DROPS, tmp_path, Fetches)
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="without a counted window"):
         trainer.train()
-
-
-def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replacement(self: Trainer, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        return [next(epoch_iterator) for _ in range(num_batches)], None
-
-    trainer = trainer_of(DROPS, tmp_path, Trainer)
-    with hf_accum_fix.apply(), monkeypatch.context() as later:
-        later.setattr(Trainer, "get_batch_samples", replacement)
-        with pytest.raises(ForeignPatchError, match=r"in place of .*get_batch_samples, replaced after"):
-            trainer.train()
 
 
 def _rank(reduced: list[float], contract: LossContract | None = None) -> Session:
@@ -445,11 +366,6 @@ def test_a_step_by_hand_outside_of_training_is_stock_and_said_to_be(
 
 
 # --- restarts, several trainers, launchers ----------------------------------------------------------------------
-
-
-def _like(model: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
-    model.double().load_state_dict(other.state_dict())
-    return model
 
 
 def test_a_failing_step_leaves_trainer_and_accelerator_as_they_were(tmp_path: Path) -> None:

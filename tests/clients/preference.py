@@ -54,7 +54,6 @@ class Preference:
         arguments: further arguments of its config.
         given: further arguments of the trainer.
         sampled: it samples its answers in groups as it trains, in whole groups only.
-        stock_wrong: the stock step is another one for other splits.
     """
 
     stock: type
@@ -65,7 +64,6 @@ class Preference:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     given: Callable[[], Mapping[str, Any]] = dict
     sampled: bool = False
-    stock_wrong: bool = False
 
 
 def preference(
@@ -118,9 +116,6 @@ def _preferences() -> dict[str, Preference]:
         "GRPO by tokens": preference(
             GRPOTrainer, GRPOConfig, prompts, arguments={**answers, "loss_type": "dapo"}, **sampled
         ),
-        "GRPO by tokens of a micro-batch": preference(
-            GRPOTrainer, GRPOConfig, prompts, arguments={**answers, "loss_type": "bnpo"}, stock_wrong=True, **sampled
-        ),
         "Distillation": preference(
             DistillationTrainer,
             DistillationConfig,
@@ -134,7 +129,6 @@ def _preferences() -> dict[str, Preference]:
             OnlineDPOConfig,
             prompts,
             arguments={"max_new_tokens": 6, "missing_eos_penalty": None},
-            stock_wrong=True,
             **sampled,
         ),
         "RLOO": preference(RLOOTrainer, RLOOConfig, prompts, arguments=answers, **sampled),
@@ -148,11 +142,9 @@ def _two_means() -> dict[str, Preference]:
     rows = prompts_and_answers()
     pairs = [{"prompt": r["prompt"], "chosen": r["good"], "rejected": r["bad"]} for r in rows]
     triples = [{**pair, "reference": row["good"] + " w1"} for pair, row in zip(pairs, rows, strict=True)]
-    simple = {"loss_type": "simpo", "cpo_alpha": 0.5}
     both = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}
     return {
         "CPO": preference(CPOTrainer, CPOConfig, pairs),
-        "SimPO": preference(CPOTrainer, CPOConfig, pairs, arguments=simple),
         "ORPO": preference(ORPOTrainer, ORPOConfig, pairs),
         "TPO": preference(TPOTrainer, TPOConfig, triples),
         "DPO and SFT": preference(DPOTrainer, DPOConfig, pairs, given=another, arguments=both),

@@ -98,13 +98,6 @@ def undo() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def allowed(refusal: pytest.ExceptionInfo[ForeignPatchError]) -> tuple[str, ...]:
-    """The names that a refusal says to allow."""
-    found = re.search(r"allow_foreign=\(([^)]*)\)", str(refusal.value))
-    assert found is not None
-    return tuple(re.findall(r"'([^']+)'", found[1]))
-
-
 @each
 def test_refused_when_training_begins(
     patch: Patch, author: str, advice: str, undo: pytest.MonkeyPatch, tmp_path: Path

@@ -28,7 +28,11 @@ from tests.router.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, fla
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 EVERYDAY = (2, 4)
-splits = pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
+splits = pytest.mark.parametrize(
+    "split",
+    [pytest.param(each, marks=() if each in (EVERYDAY, (1, 8)) else pytest.mark.thorough) for each in SPLITS],
+    ids=lambda split: "x".join(map(str, split)),
+)
 
 
 def assert_same(step: Step, reference: Step) -> None:

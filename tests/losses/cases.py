@@ -8,13 +8,12 @@ compute_loss_func, beside super()'s, and in a loop.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # Bound before anything is patched, as modules bind it that are imported first.
 from torch.nn.functional import cross_entropy as early_cross_entropy
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.losses import models
-from tests.losses.models import bare, model_itself
+from tests.losses.models import bare, fewer, model_itself, points
 from tests.losses.seen import (
     ByNumber,
     ForFunctions,
@@ -30,6 +29,7 @@ from tests.losses.seen import (
     Mean,
     Points,
     Seen,
+    TakingPoints,
     Texts,
     around,
     both,
@@ -44,13 +44,12 @@ from tests.losses.seen import (
 )
 from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.numerics.heads import HEADS, Batch, Sample, seeded, shifted_cross_entropy
-from tests.numerics.heads.head import Head, collate
+from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import LENGTHS, generator, without_targets
 from tests.numerics.parity import StockRecorder
-from tests.trainers import runs, terms
 from tests.trainings import Case, FullLoss, computing
 
-EXACT, GRADIENT, EITHER, INEXACT, NAMED = Verdict
+EXACT, GRADIENT, EITHER, INEXACT, NAMED, *_ = Verdict
 EVEN, THREE = (PAIRS, SINGLES), (PAIRS, SINGLES, UNEVEN)
 
 
@@ -143,26 +142,15 @@ ONE_OVER_G = [
     in_own("1-half", EXACT, half, cuts=(HALVES,)),
     in_own("1-half-of-classes", EXACT, lambda s: 0.5 * s.classes, cuts=(HALVES,), right=(HALVES,)),
     in_own("1-quarter", EXACT, quarter, cuts=(PAIRS,)),
-    in_own("1-quarter-of-classes", EXACT, lambda s: 0.25 * s.classes, cuts=(PAIRS,), right=(PAIRS,)),
-    in_own("1-over-eight", EXACT, lambda s: s.tokens / 8, cuts=(SINGLES,)),
     in_own("1-quarter-tensor", EXACT, lambda s: s.tokens * torch.tensor(0.25), cuts=(PAIRS, UNEVEN)),
-    in_own("1-half-of-half", EXACT, lambda s: 0.5 * half(s), cuts=(PAIRS,)),
     in_own("1-half-and-kl", EXACT, lambda s: half(s) + 0.5 * from_initial(s), cuts=(HALVES,), windows=several(2)),
-    in_own("1-half-of-both", EXACT, lambda s: 0.5 * both(s), cuts=(HALVES,)),
-    in_own("1-of-one-term", EXACT, lambda s: s.tokens + 0.25 * s.classes, cuts=(PAIRS,)),
     in_own("1-mean-of-two", INEXACT, lambda s: s.stack.mean(), cuts=(HALVES,)),
-    in_super("1-half", EXACT, lambda loss, s: 0.5 * loss, cuts=(HALVES,)),
     in_super("1-half-by-number", EXACT, lambda loss, s: 0.5 * loss, head=ByNumber, cuts=(HALVES,), right=(HALVES,)),
     in_func("1-half", EXACT, half, cuts=(HALVES,)),
     # No 1/G at these cuts.
     in_own("1-half-elsewhere", EXACT, half, cuts=(PAIRS, SINGLES)),
-    in_own("1-quarter-elsewhere", EXACT, quarter, cuts=(HALVES, SINGLES)),
-    # A model knows no G.
-    in_model("1-half", EXACT, half, cuts=(HALVES,)),
-    in_model("1-half-of-both", EXACT, lambda s: 0.5 * both(s), cuts=(HALVES,)),
-    # Two readings of a text, and the mean of their losses.
+    # Two readings of a text, and the mean of their losses. A model knows no G.
     in_model("1-two-views", EXACT, lambda s: (s.tokens + s.by(s.logits.tanh()).tokens) / 2, cuts=(HALVES, PAIRS)),
-    in_model("1-quarter", EXACT, quarter, cuts=(PAIRS,)),
 ]
 
 
@@ -222,11 +210,8 @@ def cached(name: str, trainer: type, loss: Loss, head: type[Texts] = Mean, **mor
 
 CACHED = [
     cached("tokens", kept(tokens), tokens),
-    cached("classes", kept(classes), classes, right=(PAIRS, SINGLES)),
     cached("both", kept(both), both),
     cached("super", computing(of_super, Cached), tokens, ByNumber),
-    cached("factor", kept(tokens, lambda t, loss: loss * (1 / t.ga)), tokens),
-    cached("tensor", kept(tokens, lambda t, loss: loss / torch.tensor(float(t.ga))), tokens),
     cached(
         "arguments",
         kept(classes, lambda t, loss: loss / t.mine.gradient_accumulation_steps),
@@ -234,7 +219,6 @@ CACHED = [
         right=(PAIRS, SINGLES),
     ),
     cached("func", CachedFunc, tokens),
-    cached("uneven", kept(tokens), tokens, cuts=(UNEVEN,)),
     attack("2-declared", EITHER, full(tokens), Mean, several(1), Declared),
 ]
 
@@ -256,11 +240,6 @@ def each_one(s: Seen) -> Tensor:
     return s.tokens / s.tokens.detach() + s.classes / s.classes.detach()
 
 
-def softly(s: Seen) -> Tensor:
-    losses = s.stack
-    return (losses.detach().softmax(0) * losses).sum()
-
-
 def over_itself(s: Seen) -> Tensor:
     return s.tokens / s.tokens.detach()
 
@@ -275,12 +254,6 @@ def detached_focal(s: Seen) -> Tensor:
     return ((1 - (-losses).exp().detach()) ** 2 * losses)[valid].mean()
 
 
-def squared_rows(s: Seen) -> Tensor:
-    """Each text's by itself."""
-    losses = s.each_class
-    return (losses.detach() * losses).mean()
-
-
 def by_probability(s: Seen) -> Tensor:
     """DFT: each token by the probability that it has now."""
     losses, valid = s.each_token
@@ -293,24 +266,16 @@ def by_norm(s: Seen) -> Tensor:
 
 STOPPED = [
     in_own("3-balanced", INEXACT, balanced_terms, cuts=THREE),
-    *in_both("3-each-one", EITHER, each_one),
-    in_own("3-softly", INEXACT, softly),
-    in_own("3-times-itself", INEXACT, lambda s: s.tokens * s.tokens.detach()),
+    in_own("3-each-one", EITHER, each_one),
     in_own("3-by-norm", INEXACT, by_norm),
     in_own("3-by-item", INEXACT, lambda s: s.tokens + s.classes * (s.tokens.item() / s.classes.item())),
-    in_model("3-balanced", INEXACT, balanced_terms),
     in_model("3-itself", EITHER, over_itself),
     in_func("3-balanced", INEXACT, balanced_terms),
-    in_func("3-itself", EITHER, over_itself),
     in_super("3-itself", EITHER, lambda loss, s: loss / loss.detach()),
-    in_super("3-balanced", INEXACT, lambda loss, s: balanced(loss, s.classes)),
     # These are means all the same.
     in_own("3-straight-through", GRADIENT, straight_through, cuts=THREE),
-    in_model("3-straight-through", GRADIENT, straight_through),
     in_own("3-focal", EXACT, detached_focal),
     in_model("3-by-probability", EXACT, by_probability, cuts=THREE),
-    in_own("3-by-probability", EXACT, by_probability),
-    in_own("3-squares-of-rows", EXACT, squared_rows, right=EVEN),
 ]
 
 
@@ -337,38 +302,22 @@ def learnt_factor(s: Seen) -> Tensor:
     return torch.exp(s.learnt) * s.tokens
 
 
-def _learnt(name: str, verdict: Verdict, loss: Loss, start: Any, **more: Any) -> list[Case]:
-    return in_both(f"4-{name}", verdict, loss, learnt={"s": start}, alone=("s",), windows=several(2), **more)
+def _learnt(name: str, verdict: Verdict, loss: Loss, start: Any, **more: Any) -> Case:
+    return in_own(f"4-{name}", verdict, loss, learnt={"s": start}, alone=("s",), windows=several(2), **more)
 
 
 LEARNT = [
-    *_learnt("uncertain", EITHER, uncertain, [0.2, -0.3]),
-    *_learnt("variance", EITHER, uncertain_variance, [1.2, 0.7]),
-    *_learnt("mixed", EITHER, mixed, 0.4),
-    *_learnt("softmax", EITHER, lambda s: s.learnt.softmax(0) @ s.stack, [0.1, -0.2]),
-    *_learnt("in-a-stack", EITHER, lambda s: (F.softplus(s.learnt) * s.stack).sum(), [0.5, 1.0]),
-    *_learnt("tempered", EITHER, lambda s: torch.exp(-s.learnt) * s.tokens + s.learnt, 0.3, cuts=THREE),
-    *_learnt("factor", EXACT, learnt_factor, 0.3),
-    *_learnt("temperature", EXACT, lambda s: s.by(s.logits * s.learnt.exp()).tokens, 0.3),
+    _learnt("uncertain", EITHER, uncertain, [0.2, -0.3]),
+    _learnt("variance", EITHER, uncertain_variance, [1.2, 0.7]),
+    _learnt("mixed", EITHER, mixed, 0.4),
+    _learnt("softmax", EITHER, lambda s: s.learnt.softmax(0) @ s.stack, [0.1, -0.2]),
+    _learnt("tempered", EITHER, lambda s: torch.exp(-s.learnt) * s.tokens + s.learnt, 0.3, cuts=THREE),
+    _learnt("factor", EXACT, learnt_factor, 0.3),
     in_func("4-uncertain", EITHER, uncertain, learnt={"s": [0.2, -0.3]}, alone=("s",), windows=several(2)),
-    in_func("4-factor", EXACT, learnt_factor, learnt={"s": 0.3}, alone=("s",)),
 ]
 
 
 # --- 5: micro-batches of other sizes, and gradients that are turned -----------------------------------------------
-
-
-class ReverseInPlace(torch.autograd.Function):
-    """The same with what it leaves kept in its context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
-        ctx.strength = strength
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return -ctx.strength * gradient, None
 
 
 def with_detached(s: Seen) -> Tensor:
@@ -391,40 +340,17 @@ def hooked(s: Seen) -> Tensor:
 
 SIZES = [
     *in_both("5-detached", GRADIENT, with_detached, cuts=THREE),
-    in_super("5-detached", GRADIENT, lambda loss, s: loss + s.classes.detach(), cuts=THREE),
     in_own("5-detached-tokens", GRADIENT, lambda s: s.tokens.detach() + s.classes, cuts=(UNEVEN,)),
     in_own("5-reversed", EITHER, with_reversed, cuts=THREE),
-    in_own("5-reversed-alone", EITHER, lambda s: models.Reverse.apply(s.tokens), cuts=THREE),
-    in_own("5-reversed-with-strength", EITHER, lambda s: ReverseInPlace.apply(s.tokens, 0.3) + s.classes, cuts=THREE),
-    in_model("5-reversed", EITHER, with_reversed, cuts=(UNEVEN, PAIRS)),
     in_own("5-hooked", EITHER, hooked, cuts=THREE),
-    *in_both("5-reversed-logits", EXACT, of_reversed_logits, cuts=THREE),
+    in_own("5-reversed-logits", EXACT, of_reversed_logits, cuts=THREE),
     *in_both("5-both", EXACT, both, cuts=THREE),
     in_super("5-both", EXACT, lambda loss, s: loss + s.classes, cuts=THREE),
     in_func("5-both", EXACT, both, cuts=THREE),
-    in_own("5-classes", EXACT, classes, cuts=(UNEVEN,)),
 ]
 
 
 # --- 6: terms without a graph, or with one that nobody sees -------------------------------------------------------
-
-
-class Entropy(torch.autograd.Function):
-    """The mean over targets by a backward that was written down."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        valid = labels != -100
-        p = logits.softmax(-1)
-        loss = F.cross_entropy(logits, labels)
-        gradient = (p - F.one_hot(labels.clamp(min=0), p.shape[-1])) * valid[:, None] / valid.sum()
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        return gradient * kept, None
 
 
 class FusedLater(torch.autograd.Function):
@@ -483,18 +409,12 @@ def logs_beside(s: Seen) -> Tensor:
 
 
 UNSEEN = [
-    *in_both("6-reentrant", EITHER, beside_classes(checkpointed(True)), cuts=THREE),
-    *in_both("6-reentrant-alone", EITHER, checkpointed(True), cuts=THREE),
+    in_own("6-reentrant", EITHER, beside_classes(checkpointed(True)), cuts=THREE),
     *in_both("6-checkpoint", EXACT, beside_classes(checkpointed(False)), cuts=THREE),
-    *in_both("6-checkpoint-of-both", EXACT, checkpointed(False, both), cuts=THREE),
-    *in_both("6-written-down", EITHER, beside_classes(by_function(Entropy)), cuts=THREE),
-    *in_both("6-written-down-alone", EITHER, by_function(Entropy), cuts=THREE),
     *in_both("6-fused", EITHER, beside_classes(by_function(models.Fused)), cuts=THREE),
-    *in_both("6-fused-later", EITHER, beside_classes(by_function(FusedLater)), cuts=THREE),
-    *in_both("6-each-token", EXACT, beside_classes(each_by_function), cuts=THREE),
-    *in_both("6-logs-beside", EXACT, logs_beside, cuts=THREE),
-    in_func("6-reentrant", EITHER, beside_classes(checkpointed(True))),
-    in_func("6-checkpoint", EXACT, beside_classes(checkpointed(False))),
+    in_own("6-fused-later", EITHER, beside_classes(by_function(FusedLater)), cuts=THREE),
+    in_own("6-each-token", EXACT, beside_classes(each_by_function), cuts=THREE),
+    in_own("6-logs-beside", EXACT, logs_beside, cuts=THREE),
     in_func("6-fused", EITHER, beside_classes(by_function(models.Fused))),
     by_super(
         "6-fused", EITHER, around(lambda loss, s, _: loss + by_function(models.Fused)(s)), lambda s: 2.0 * s.tokens
@@ -512,14 +432,6 @@ def asserting(s: Seen) -> Tensor:
     return s.tokens
 
 
-def comparing(s: Seen) -> Tensor:
-    """A target is the token that stands there."""
-    labels = s.batch["labels"]
-    if not bool(((labels == -100) | (labels == s.batch["input_ids"])).all()):
-        raise ValueError("labels are not those of these tokens")
-    return s.tokens
-
-
 def of_first_targets(s: Seen) -> Tensor:
     """The first target of each text alone."""
     labels = s.batch["labels"]
@@ -530,11 +442,8 @@ def of_first_targets(s: Seen) -> Tensor:
 
 
 READERS = [
-    *in_both("7-asserts", EXACT, asserting),
-    *in_both("7-compares", EXACT, comparing),
-    *in_both("7-first-targets", EXACT, of_first_targets, right=EVEN),
+    in_own("7-asserts", EXACT, asserting),
     in_func("7-asserts", EXACT, asserting),
-    in_model("7-asserts-takes", EXACT, asserting, head=Mean),
     in_model("7-first-targets-takes", EXACT, of_first_targets, head=Mean, cuts=THREE),
 ]
 
@@ -558,20 +467,11 @@ def guarded_and_classes(s: Seen) -> Tensor:
     return s.guarded + s.classes
 
 
-GUARDED = [("squares", guarded_and_squares), ("classes", guarded_and_classes)]
 UNLABELLED = [
-    *(
-        case
-        for name, loss in GUARDED
-        for place, then in enumerate(("first", "second"))
-        for case in in_both(f"8-{name}-{then}", EITHER, loss, windows=several(3, unlabelled_in(place)))
-    ),
-    *(
-        case
-        for name, loss in GUARDED
-        for case in in_both(f"8-{name}-in-a-window", EXACT, loss, windows=several(2, two_unlabelled))
-    ),
+    in_own("8-squares-first", EITHER, guarded_and_squares, windows=several(3, unlabelled_in(0))),
+    in_own("8-squares-second", EITHER, guarded_and_squares, windows=several(3, unlabelled_in(1))),
     in_func("8-classes-first", EITHER, guarded_and_classes, windows=several(3, unlabelled_in(0))),
+    *in_both("8-classes-in-a-window", EXACT, guarded_and_classes, windows=several(2, two_unlabelled)),
 ]
 
 
@@ -599,7 +499,7 @@ def sample_means_or_zero(s: Seen) -> Tensor:
 
 SAMPLE_MEANS = [
     *in_both("9-sample-means", EXACT, sample_means, cuts=THREE, right=EVEN),
-    *in_both("9-or-zero", EXACT, sample_means_or_zero, windows=several(2, two_unlabelled), cuts=THREE, right=EVEN),
+    in_own("9-or-zero", EXACT, sample_means_or_zero, windows=several(2, two_unlabelled), cuts=THREE, right=EVEN),
 ]
 
 
@@ -618,10 +518,6 @@ def distilled(s: Seen) -> Tensor:
     return s.tokens + each_divergence(s).mean()
 
 
-def and_squares(s: Seen) -> Tensor:
-    return s.tokens + s.squares
-
-
 def divergence_by_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
     return loss + each_divergence(Seen(outputs["logits"], inputs)).sum() / number, outputs
@@ -636,9 +532,7 @@ def both_by_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any
 BY_NUMBER = [
     by_super(f"10-{name}", EXACT, trainer, loss, head=ByNumber, right=right, cuts=THREE)
     for name, trainer, loss, right in [
-        ("arguments", around(lambda a, s, t: a + s.classes / t.args.gradient_accumulation_steps), both, EVEN),
         ("window", around(lambda a, s, t: a + s.classes / t.current_gradient_accumulation_steps), both, EVEN),
-        ("squares", around(lambda a, s, t: a + s.squares / t.args.gradient_accumulation_steps), and_squares, THREE),
         ("distilled", computing(divergence_by_number), distilled, THREE),
         ("both", computing(both_by_number), distilled, THREE),
     ]
@@ -666,38 +560,19 @@ def listed(losses: list[Tensor]) -> Tensor:
     return sum(losses) / len(losses)  # type: ignore[return-value]
 
 
-def running(losses: list[Tensor]) -> Tensor:
-    """A running mean."""
-    mean = losses[0]
-    for place, loss in enumerate(losses[1:], start=2):
-        mean = mean + (loss - mean) / place
-    return mean
-
-
-GATHERED: list[tuple[str, Verdict, Callable[[list[Tensor]], Tensor]]] = [
-    ("stacked", EXACT, stacked),
-    ("joined", EXACT, lambda losses: torch.cat([loss[None] for loss in losses]).mean()),
-    ("summed", EXACT, lambda losses: torch.stack(losses).sum() / len(losses)),
-    ("listed", EITHER, listed),
-]
 ROWS = [
     *(
         by_super(f"11-{name}", verdict, row_by_row(gather), of_samples, right=EVEN, cuts=THREE)
-        for name, verdict, gather in [*GATHERED, ("running", EITHER, running)]
+        for name, verdict, gather in [("stacked", EXACT, stacked), ("listed", EITHER, listed)]
     ),
-    *(
-        in_model(f"11-{name}", verdict, lambda s, gather=gather: gather(s.each_row), right=EVEN, cuts=THREE)
-        for name, verdict, gather in GATHERED
-    ),
+    in_model("11-stacked", EXACT, lambda s: stacked(s.each_row), right=EVEN, cuts=THREE),
     in_own("11-rows", EXACT, of_samples, right=EVEN, cuts=THREE),
-    in_func("11-rows", EXACT, of_samples, cuts=THREE),
-    by_super("11-takes", EXACT, row_by_row(stacked), of_samples, head=ByNumber),
 ]
 
 
 # --- 12: what changes in a later window ---------------------------------------------------------------------------
 
-LATE = 8
+LATE = 6
 
 
 class Turns(Texts):
@@ -714,10 +589,6 @@ def if_there(s: Seen) -> Tensor:
     return both(s) if "kind" in s.batch else s.tokens
 
 
-def by_task(s: Seen) -> Tensor:
-    return s.classes if bool(s.batch["task"].any()) else s.tokens
-
-
 def with_kind(windows: range) -> Callable[[int], list[Sample]]:
     """In these windows alone."""
 
@@ -726,10 +597,6 @@ def with_kind(windows: range) -> Callable[[int], list[Sample]]:
         return samples if window in windows else [{k: v for k, v in s.items() if k != "kind"} for s in samples]
 
     return made
-
-
-def with_task(window: int) -> list[Sample]:
-    return [{**sample, "task": torch.tensor(int(window in (2, 4, 5)))} for sample in texts(window)]
 
 
 def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sample]] = texts, **more: Any) -> Case:
@@ -741,31 +608,21 @@ LATER = [
     late("term-from-2", GRADIENT, from_turn(1, tokens, both)),
     # Looked at again in the window after.
     late("term-from-3", EITHER, from_turn(2, tokens, both)),
-    late("term-from-7", EITHER, from_turn(6, tokens, both)),
     late("term-in-3", EITHER, from_turn(2, tokens, both, 3)),
     late("alternates", EITHER, lambda s: both(s) if s.model.step % 2 else s.tokens),
-    late("term-until-3", EITHER, from_turn(2, both, tokens)),
     late("classes-from-3", EXACT, from_turn(2, tokens, classes)),
     late("samples-from-5", EITHER, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
     late("root-from-3", EITHER, from_turn(2, tokens, lambda s: s.tokens.sqrt())),
     # Rises from zero.
     late("scheduled", EXACT, lambda s: s.tokens + 0.2 * s.model.step * s.classes),
-    late("scheduled-factor", EXACT, lambda s: s.tokens / (1 + s.model.step), cuts=(PAIRS, UNEVEN)),
-    late("kind-until-3", EITHER, if_there, with_kind(range(2))),
     late("kind-from-2", GRADIENT, if_there, with_kind(range(1, LATE))),
-    late("kind-from-6", EITHER, if_there, with_kind(range(5, LATE))),
-    late("task", EITHER, by_task, with_task),
     late("unlabelled-first", EITHER, guarded_and_classes, unlabelled_in(0)),
 ]
 
 
 # --- 13: cross entropy that was imported early --------------------------------------------------------------------
 
-EARLY = [
-    each(f"13-{name}", EXACT, loss, windows=several(2))
-    for name, loss in [("one-term", early), ("two-terms", beside_classes(early))]
-    for each in (in_own, in_model, in_func)
-]
+EARLY = [in_own("13-two-terms", EXACT, beside_classes(early), windows=several(2))]
 
 
 # --- 14: state that a forward writes ------------------------------------------------------------------------------
@@ -784,22 +641,6 @@ class Queue(Texts):
         scores = torch.cat([(z * keys).sum(1, keepdim=True), z @ self.queue.clone().T], 1) / 0.2
         with torch.no_grad():
             self.queue.copy_(torch.cat([keys, self.queue])[: len(self.queue)])
-        return F.cross_entropy(scores, torch.zeros(len(z), dtype=torch.long))
-
-
-class QueueOutside(Queue):
-    """The same in a deque."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: deque[Tensor] = deque(torch.randn(6, 16, generator=generator(4)).double(), maxlen=6)
-        del self.queue
-
-    def among(self, s: Seen) -> Tensor:
-        z = F.normalize(s.logits[:, 1, :16], dim=-1)
-        keys = F.normalize(s.logits[:, 2, :16], dim=-1).detach()
-        scores = torch.cat([(z * keys).sum(1, keepdim=True), z @ torch.stack([*self.last]).T], 1) / 0.2
-        self.last.extend(keys)
         return F.cross_entropy(scores, torch.zeros(len(z), dtype=torch.long))
 
 
@@ -825,22 +666,8 @@ class CentredAnew(Centred):
         return -((teacher - self.centre).softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
 
 
-class OverItsAverage(Texts):
-    """A loss over its running average."""
-
-    def __init__(self) -> None:
-        super().__init__(self.over)
-        self.register_buffer("average", torch.ones(()))
-
-    def over(self, s: Seen) -> Tensor:
-        loss = s.tokens
-        with torch.no_grad():
-            self.average.mul_(0.9).add_(0.1 * loss)
-        return loss / self.average
-
-
 class OverItsFloat(Texts):
-    """The same in a Python number."""
+    """A loss over its running average, a Python number."""
 
     def __init__(self) -> None:
         super().__init__(self.over)
@@ -884,7 +711,7 @@ def over_average(s: Seen) -> Tensor:
 STATE = [
     *(
         attack(f"14-{model.__name__}", INEXACT, model_itself, model, several(1), looped=True)
-        for model in (Queue, QueueOutside, Centred, CentredAnew, OverItsAverage, OverItsFloat)
+        for model in (Queue, Centred, CentredAnew, OverItsFloat)
     ),
     by_super("14-averaging", INEXACT, Averaging, over_average),
     attack("14-Counts", GRADIENT, model_itself, Counts, several(2), looped=True),
@@ -967,18 +794,13 @@ def full_growing(first: float, later: float) -> FullLoss:
 
 
 GROWING = [
-    attack(
-        f"16-{name}-{head.__name__}",
-        verdict,
-        full_growing(first, 10.0),
-        head,
-        several(4),
-        grows(first, 10.0),
-        # Where a head takes the number, stock adds a term G times.
-        cuts=(PAIRS, SINGLES),
-    )
-    for name, first, verdict in [("from-none", 0.0, GRADIENT), ("from-a-tenth", 0.1, EXACT)]
-    for head in (Texts, ByNumber)
+    attack(f"16-{name}", verdict, full_growing(first, 10.0), head, several(4), grows(first, 10.0))
+    # Where a head takes the number, stock adds a term G times.
+    for name, first, head, verdict in [
+        ("from-none", 0.0, Texts, GRADIENT),
+        ("from-none-by-number", 0.0, ByNumber, GRADIENT),
+        ("from-a-tenth-by-number", 0.1, ByNumber, EXACT),
+    ]
 ]
 
 
@@ -997,19 +819,12 @@ def with_entropy(s: Seen) -> Tensor:
 
 
 NEARLY_EVEN = [
-    *(
-        attack(f"17-{name}", verdict, full(loss), even(), several(1), own(loss))
-        for name, verdict, loss in [
-            ("root", INEXACT, lambda s: s.tokens.sqrt()),
-            ("log", INEXACT, lambda s: s.tokens.log()),
-            ("focal-of-mean", INEXACT, lambda s: (1 - torch.exp(-s.tokens)) ** 2 * s.tokens),
-            ("power", INEXACT, lambda s: s.tokens**1.5),
-            ("hidden-mask", EXACT, hidden_mask),
-            ("entropy", EXACT, with_entropy),
-        ]
-    ),
-    in_model("17-hidden-mask", EXACT, hidden_mask, cuts=THREE),
-    in_model("17-entropy", EXACT, with_entropy, cuts=THREE),
+    attack(f"17-{name}", verdict, full(loss), even(), several(1), own(loss))
+    for name, verdict, loss in [
+        ("root", INEXACT, lambda s: s.tokens.sqrt()),
+        ("hidden-mask", EXACT, hidden_mask),
+        ("entropy", EXACT, with_entropy),
+    ]
 ]
 
 
@@ -1019,11 +834,6 @@ NEARLY_EVEN = [
 def with_tasks(window: int) -> list[Sample]:
     """Two by turns."""
     return [{**sample, "task": torch.tensor(i % 2)} for i, sample in enumerate(texts(window))]
-
-
-def in_runs(window: int) -> list[Sample]:
-    """Pairs of a task."""
-    return [{**sample, "task": torch.tensor(i // 2 % 2)} for i, sample in enumerate(texts(window))]
 
 
 def _tasks(s: Seen) -> list[tuple[Tensor, Tensor]]:
@@ -1059,16 +869,6 @@ def classes_or_zero(s: Seen) -> Tensor:
     return s.tokens + found / (s.batch["kind"] != -100).sum().clamp(min=1)
 
 
-def three_heads(s: Seen) -> Tensor:
-    """By the remainder of a kind, those that are there."""
-    found = [
-        F.cross_entropy(s.logits[rows, place, 4 * place : 4 * place + 4], s.batch["kind"][rows])
-        for place, rows in enumerate(s.batch["kind"] % 3 == k for k in range(3))
-        if bool(rows.any())
-    ]
-    return torch.stack(found).sum()
-
-
 def macro(s: Seen) -> Tensor:
     """The mean over classes that are there of the mean over each."""
     losses, kinds = s.each_class, s.batch["kind"]
@@ -1082,15 +882,11 @@ def classes_then_tokens(s: Seen) -> Tensor:
 
 
 SOME_HOLD = [
-    *in_both("18-summed", EITHER, tasks_summed, windows=several(2, with_tasks), cuts=THREE),
-    *in_both("18-summed-in-runs", EITHER, tasks_summed, windows=several(2, in_runs)),
-    *in_both("18-by-share", EITHER, tasks_by_share, windows=several(2, with_tasks), cuts=(SINGLES, UNEVEN)),
-    *in_both("18-by-share-in-runs", EITHER, tasks_by_share, windows=several(2, in_runs)),
+    in_own("18-summed", EITHER, tasks_summed, windows=several(2, with_tasks), cuts=THREE),
+    in_own("18-by-share", EITHER, tasks_by_share, windows=several(2, with_tasks), cuts=(SINGLES, UNEVEN)),
     *in_both("18-if-any", EITHER, classes_if_any, windows=several(2, with_some_kinds)),
-    *in_both("18-three-heads", EITHER, three_heads, windows=several(2)),
     *in_both("18-or-zero", EXACT, classes_or_zero, windows=several(2, with_some_kinds), cuts=THREE),
     in_own("18-other-order", EXACT, classes_then_tokens, cuts=THREE),
-    in_model("18-other-order", EXACT, classes_then_tokens),
     # In pairs every class is there once at most: nothing tells it from a mean over samples.
     in_own("18-macro", INEXACT, macro, cuts=(HALVES,)),
     in_func("18-summed", EITHER, tasks_summed, windows=several(1, with_tasks)),
@@ -1098,12 +894,6 @@ SOME_HOLD = [
 
 
 # --- 19: values that are all equal --------------------------------------------------------------------------------
-
-
-def ratio_of_rows(s: Seen) -> Tensor:
-    """A policy's gradient at advantage 1: each row's ratio is 1."""
-    log_p = -s.each_class
-    return -(log_p - log_p.detach()).exp().mean()
 
 
 def ratio_of_tokens(s: Seen) -> Tensor:
@@ -1119,27 +909,13 @@ def ratio_of_texts(s: Seen) -> Tensor:
     return -((ratio * valid).sum(1) / valid.sum(1)).mean()
 
 
-def ratio_clipped(s: Seen) -> Tensor:
-    losses, valid = s.each_token
-    ratio, advantage = (losses.detach() - losses).exp(), (s.batch["kind"][:, None] - 1.5)
-    found = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return (found * valid).sum() / valid.sum()
-
-
 EQUAL = [
-    *in_both("19-rows", EITHER, ratio_of_rows, right=EVEN, cuts=THREE),
-    *in_both("19-tokens", EITHER, ratio_of_tokens, cuts=THREE),
-    *in_both("19-texts", EITHER, ratio_of_texts, right=EVEN, cuts=THREE),
-    *in_both("19-clipped", EITHER, ratio_clipped, cuts=THREE),
+    in_own("19-tokens", EITHER, ratio_of_tokens, cuts=THREE),
+    in_own("19-texts", EITHER, ratio_of_texts, right=EVEN, cuts=THREE),
 ]
 
 
 # --- warned of, though exact --------------------------------------------------------------------------------------
-
-
-def focal_rows(s: Seen) -> Tensor:
-    losses = s.each_class
-    return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
 def groups(count: int) -> Callable[[int], list[Sample]]:
@@ -1192,11 +968,6 @@ def orpo(s: Seen) -> Tensor:
     return answers - 0.1 * F.logsigmoid(odds).mean()
 
 
-def simpo(s: Seen) -> Tensor:
-    _, (chosen, rejected), answers = chosen_and_rejected(s)
-    return -F.logsigmoid(2.0 * (chosen - rejected) - 0.5).mean() + 0.3 * answers
-
-
 def dpo_and_answers(s: Seen) -> Tensor:
     (chosen, rejected), _, answers = chosen_and_rejected(s)
     losses = -F.logsigmoid(0.1 * (chosen - rejected))
@@ -1242,86 +1013,24 @@ def of_keys(name: str, loss: Loss) -> Case:
     return attack(f"clients-{name}-keys", EXACT, reference, Texts, several(1, groups(2)), **given)
 
 
-PREFERENCES = [("orpo", orpo), ("simpo", simpo), ("dpo", dpo_and_answers), ("rpo", dpo_plus_answers)]
-
-
-def perturbed(s: Seen) -> Tensor:
-    """VAT (Miyato et al. 2018): the divergence at an embedding moved the way that changes it most, a token each."""
-    ids, kept = s.batch["input_ids"], models.attended(s.batch)
-    noise = torch.cos(ids[..., None] * torch.arange(1.0, 17.0, dtype=torch.float64)).requires_grad_()
-
-    def moved(by: Tensor) -> Tensor:
-        hidden = s.model.embed(ids) + by
-        return s.model.head(hidden + torch.tanh(s.model.mix(hidden)).cumsum(dim=1) / 4)
-
-    with torch.enable_grad():
-        found = models.divergence(moved(1e-2 * noise), s.logits.detach(), kept)
-        (along,) = torch.autograd.grad(found, noise)
-    along = along / along.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-    return s.tokens + models.divergence(moved(0.5 * along), s.logits.detach(), kept)
-
-
-class Unlabelled(StockRecorder):
-    """Draws from a loader of its own for each micro-batch: always the same two texts."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.others = iter([unlabelled() for _ in range(200)])
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        other = self.draw(len(inputs["input_ids"]))
-        loss = loss + terms.divergence(model(input_ids=other["input_ids"])["logits"], other)
-        return (loss, outputs) if return_outputs else loss
-
-    def draw(self, rows: int) -> Batch:
-        return next(self.others)
-
-
-class UnlabelledInTurn(Unlabelled):
-    """As many texts as the micro-batch has, in their order."""
-
-    at = 0
-
-    def draw(self, rows: int) -> Batch:
-        self.at += rows
-        return unlabelled(range(self.at - rows, self.at))
-
-
-def unlabelled(rows: Any = range(2)) -> Batch:
-    made = models.texts(5)
-    return collate([made[row % 8] for row in rows])
-
-
-def with_consistency(rows: int) -> Loss:
-    def loss(s: Seen) -> Tensor:
-        other = unlabelled(range(rows))
-        return s.tokens + terms.divergence(s.model.logits(other["input_ids"]), other)
-
-    return loss
+PREFERENCES = [("orpo", orpo), ("dpo", dpo_and_answers), ("rpo", dpo_plus_answers)]
 
 
 PAIRED = {"windows": several(1, groups(2)), "collate": interleaved}
 FOURS = {"windows": several(1, groups(4)), "collate": interleaved}
 EASY = [
-    *in_both(
+    in_own(
         "easy-weighted-rows", EXACT, lambda s: (s.each_class * (1.0 + s.batch["kind"])).mean(), right=EVEN, cuts=THREE
     ),
-    *in_both("easy-focal-rows", EXACT, focal_rows, right=EVEN, cuts=THREE),
-    *in_both("easy-vat", EXACT, perturbed, cuts=THREE),
-    *in_both("easy-pairs", EXACT, dpo, right=EVEN, cuts=THREE, **PAIRED),
-    *in_both("easy-fours", EXACT, of_fours, right=EVEN, cuts=THREE, **FOURS),
+    in_model("easy-fours", EXACT, of_fours, right=EVEN, cuts=THREE, **FOURS),
     in_func("easy-pairs", EXACT, dpo, **PAIRED),
     in_super("easy-squares", EXACT, lambda loss, s: loss + s.squares, cuts=THREE),
     in_super("easy-z", EXACT, lambda loss, s: loss + 0.01 * s.z, cuts=THREE),
-    by_super("easy-unlabelled", EXACT, Unlabelled, with_consistency(2)),
-    by_super("easy-unlabelled-in-turn", EITHER, UnlabelledInTurn, with_consistency(8)),
     *(
-        case
+        in_own(f"clients-{name}", EXACT, loss, windows=several(1, groups(2)), collate=by_role, cuts=THREE)
         for name, loss in PREFERENCES
-        for case in in_both(f"clients-{name}", EXACT, loss, windows=several(1, groups(2)), collate=by_role, cuts=THREE)
     ),
-    *(of_keys(name, loss) for name, loss in PREFERENCES),
+    of_keys("orpo", orpo),
 ]
 
 
@@ -1368,7 +1077,6 @@ def cosent(s: Seen) -> Tensor:
 
 #: The first three have nothing to learn.
 NOTHING_FIRST = scored((-9.0, -9.0, -9.0, 2.0, 3.0, 1.0, -9.0, 4.0))
-NOTHING_BUT_LAST = scored((-9.0,) * 7 + (4.0,))
 ALIKE_FIRST = scored((1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0))
 
 
@@ -1395,10 +1103,9 @@ def of_points(name: str, verdict: Verdict, loss: Loss, make: Any, **more: Any) -
 
 ZERO = [
     *of_points("hinge", EXACT, hinge, NOTHING_FIRST, right=EVEN, cuts=THREE),
-    *of_points("hinge-last", EXACT, hinge, NOTHING_BUT_LAST, right=EVEN),
-    *of_points("active", EITHER, hinge_of_active, NOTHING_FIRST),
-    *of_points("constant", EITHER, hinge_with_graph, NOTHING_FIRST, right=EVEN),
-    *of_points("cosent", INEXACT, cosent, ALIKE_FIRST, cuts=(PAIRS, HALVES)),
+    *of_points("active", EITHER, hinge_of_active, NOTHING_FIRST)[2:],
+    *of_points("constant", EITHER, hinge_with_graph, NOTHING_FIRST, right=EVEN)[:1],
+    *of_points("cosent", INEXACT, cosent, ALIKE_FIRST, cuts=(PAIRS, HALVES))[:1],
 ]
 
 
@@ -1411,32 +1118,9 @@ def in_place(s: Seen) -> Tensor:
     return loss
 
 
-def from_nothing(s: Seen) -> Tensor:
-    loss: Any = 0.0
-    for each in (s.tokens, s.classes):
-        loss = loss + each
-    return loss
-
-
-def mixup(s: Seen) -> Tensor:
-    """Two classes a text, by a share that the micro-batch holds."""
-    scores, share = s.logits[:, 1, :4], 0.3
-    return share * F.cross_entropy(scores, s.batch["kind"]) + (1 - share) * F.cross_entropy(scores, 3 - s.batch["kind"])
-
-
 def unreduced(s: Seen) -> Tensor:
     losses, valid = s.each_token
     return torch.where(valid, losses, losses.new_zeros(())).sum() / valid.sum()
-
-
-def selected(s: Seen) -> Tensor:
-    losses, valid = s.each_token
-    return losses.masked_select(valid).mean()
-
-
-def by_einsum(s: Seen) -> Tensor:
-    losses, valid = s.each_token
-    return torch.einsum("bl,bl->", losses, valid.to(losses)) / valid.sum()
 
 
 def by_dot(s: Seen) -> Tensor:
@@ -1469,39 +1153,28 @@ def _float64(*values: float) -> Tensor:
 
 READABLE = [
     *(
-        case
-        for name, cuts, loss in [
-            ("listed", THREE, lambda s: sum([s.tokens, s.classes])),
-            ("alpha", THREE, lambda s: torch.add(s.tokens, s.classes, alpha=0.3)),
-            ("minus", THREE, lambda s: s.tokens - 0.2 * s.classes),
-            ("in-place", THREE, in_place),
-            ("from-nothing", EVEN, from_nothing),
-            ("shaped", EVEN, lambda s: (s.tokens.view(1) + s.classes.unsqueeze(0)).squeeze()),
-            ("constant", EVEN, lambda s: s.tokens + s.classes + 3.0),
-            ("twice", EVEN, lambda s: s.tokens + 0.5 * s.tokens + s.classes),
-            ("negative", EVEN, lambda s: -(-s.tokens - s.classes)),
+        in_own(f"shape-{name}", EXACT, loss, cuts=THREE)
+        for name, loss in [
+            ("alpha", lambda s: torch.add(s.tokens, s.classes, alpha=0.3)),
+            ("minus", lambda s: s.tokens - 0.2 * s.classes),
+            ("in-place", in_place),
+            ("twice", lambda s: s.tokens + 0.5 * s.tokens + s.classes),
+            ("where", unreduced),
+            ("nanmean", by_average),
+            ("smoothed", per_token_and_text),
         ]
-        for case in in_both(f"shape-{name}", EXACT, loss, cuts=cuts)
     ),
+    in_model("shape-listed", EXACT, lambda s: sum([s.tokens, s.classes]), cuts=THREE),
     *(
         in_own(f"shape-{name}", EITHER, loss, cuts=THREE)
         for name, loss in [
-            ("dot", lambda s: s.stack @ _float64(1.0, 0.3)),
             ("addcmul", lambda s: torch.addcmul(s.tokens, s.classes, _float64(0.3))),
             ("einsum", lambda s: torch.einsum("i,i->", s.stack, _float64(1.0, 1.0))),
-            ("norm-of-one", lambda s: torch.linalg.vector_norm(s.tokens[None]) + s.classes),
             # A sum that torch takes as a product, or whose divisor stands below it.
-            ("of-products", by_einsum),
             ("of-a-dot", by_dot),
             ("divided-below", weights_within),
         ]
     ),
-    in_own("shape-mixup", EXACT, mixup, cuts=THREE, right=EVEN),
-    in_own("shape-where", EXACT, unreduced, cuts=THREE),
-    in_own("shape-selected", EXACT, selected, cuts=THREE),
-    in_own("shape-nanmean", EXACT, by_average, cuts=THREE),
-    in_own("shape-smoothed", EXACT, per_token_and_text, cuts=THREE),
-    in_model("shape-float32", EXACT, lambda s: s.tokens.float(), tolerance=FLOAT32),
     in_own("shape-float32", EXACT, lambda s: s.tokens.float() + s.classes.float(), tolerance=FLOAT32),
 ]
 
@@ -1511,13 +1184,6 @@ READABLE = [
 
 def greater(s: Seen) -> Tensor:
     return torch.maximum(s.tokens, 2 * s.classes)
-
-
-def group_dro(s: Seen) -> Tensor:
-    """The worst of two groups of texts."""
-    losses, group = s.each_class, s.batch["kind"] % 2
-    means = [losses[group == k].mean() for k in range(2) if bool((group == k).any())]
-    return torch.stack(means).max()
 
 
 def worst_tokens(s: Seen) -> Tensor:
@@ -1545,51 +1211,32 @@ def in_batch(s: Seen) -> Tensor:
     return F.cross_entropy(one @ other.T / 0.2, torch.arange(len(one)))
 
 
-def dice(s: Seen) -> Tensor:
-    losses, valid = s.each_token
-    p = (-losses).exp() * valid
-    return 1 - 2 * p.sum() / (p.square().sum() + valid.sum())
-
-
 def _stacked(s: Seen) -> Tensor:
     return torch.stack([s.tokens, 2 * s.classes])
 
 
 NO_SUMS = [
     *(
-        case
+        in_own(f"no-sum-{name}", INEXACT, loss)
         for name, loss in [
-            ("max", greater),
             ("stack-max", lambda s: _stacked(s).max()),
-            ("stack-amax", lambda s: _stacked(s).amax()),
             ("where", lambda s: torch.where(s.tokens > 2 * s.classes, s.tokens, 2 * s.classes)),
             ("branch", lambda s: s.tokens if bool(s.tokens > 2 * s.classes) else 2 * s.classes),
-            ("logsumexp", lambda s: torch.logsumexp(_stacked(s), 0)),
             ("product", lambda s: s.tokens * s.classes),
             ("ratio", lambda s: s.tokens / s.classes),
-            ("norm", lambda s: s.stack.norm()),
-            ("geometric", lambda s: torch.exp((torch.log(s.tokens) + torch.log(s.classes)) / 2)),
             ("root", lambda s: s.tokens.sqrt()),
-            ("flooding", lambda s: models.flooding(s.tokens, 13.0)),
             ("clamp", lambda s: s.tokens.clamp(max=13.5)),
-            ("power", lambda s: s.tokens.pow(1.5)),
-            ("exp", lambda s: torch.exp(s.tokens / 4)),
             ("huber", lambda s: F.smooth_l1_loss(s.tokens, torch.full_like(s.tokens, 12.0))),
-            ("relu", lambda s: F.relu(s.tokens - 11.0)),
         ]
-        for case in in_both(f"no-sum-{name}", INEXACT, loss)
     ),
+    *in_both("no-sum-max", INEXACT, greater),
     in_super("no-sum-flooding", INEXACT, lambda loss, s: models.flooding(loss, 13.0)),
-    in_super("no-sum-max", INEXACT, lambda loss, s: torch.maximum(loss, 2 * s.classes)),
     # Stock multiplies in place what such a function returns.
     in_func("no-sum-logsumexp", INEXACT, lambda s: 1.0 * torch.logsumexp(s.stack, 0)),
-    in_func("no-sum-root", INEXACT, lambda s: 1.0 * s.tokens.sqrt()),
-    *in_both("no-sum-group-dro", INEXACT, group_dro, cuts=(HALVES, PAIRS)),
     *in_both("no-sum-worst-tokens", INEXACT, worst_tokens),
-    *in_both("no-sum-variance", INEXACT, variance_of_rows, cuts=(HALVES, PAIRS)),
-    *in_both("no-sum-normalised", INEXACT, normalised, cuts=(HALVES, PAIRS)),
-    *in_both("no-sum-in-batch", INEXACT, in_batch, cuts=(HALVES, PAIRS)),
-    *in_both("no-sum-dice", INEXACT, dice),
+    in_own("no-sum-variance", INEXACT, variance_of_rows, cuts=(HALVES, PAIRS)),
+    in_own("no-sum-normalised", INEXACT, normalised, cuts=(HALVES, PAIRS)),
+    in_own("no-sum-in-batch", INEXACT, in_batch, cuts=(HALVES, PAIRS)),
 ]
 
 
@@ -1622,26 +1269,19 @@ def scaled(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Case:
 
 
 SCALED = [
-    scaled("quarter", EXACT, quarter),
     scaled("by-probability", EXACT, by_probability),
-    scaled("focal", EXACT, detached_focal),
-    scaled("early", EXACT, early),
     # Right as declared, though the count stands below the sum, or with the classes.
     scaled("divided-below", EXACT, weights_within),
-    scaled("of-a-dot", EXACT, by_dot),
     scaled(
         "of-elements", EXACT, lambda s: (-s.logits[:, :-1].log_softmax(-1))[s.batch["labels"][:, 1:] != -100].mean()
     ),
     scaled("factor", EXACT, learnt_factor, learnt={"s": 0.3}, alone=("s",)),
     # What cannot be read is taken as it is declared.
     scaled("reentrant", EXACT, checkpointed(True)),
-    scaled("written-down", EXACT, by_function(Entropy)),
     scaled("fused", EXACT, by_function(models.Fused)),
     # Declared, and another: the graph shows it.
     scaled("both", EITHER, both),
-    scaled("classes", EITHER, classes),
     scaled("rows", EITHER, of_samples),
-    scaled("root", INEXACT, lambda s: s.tokens.sqrt()),
     scaled("max", INEXACT, greater),
 ]
 
@@ -1694,73 +1334,151 @@ FOUND = [
 ]
 
 
+# --- as everyday code writes them ---------------------------------------------------------------------------------
+
+
+def multi_hot(window: int = 0) -> list[Sample]:
+    """Four numbers each, four yes-or-no labels, and a weight of each label."""
+    return points(
+        lambda index, g: {
+            "labels": (torch.rand(4, generator=g) > 0.5).double(),
+            "label_weights": 0.5 + torch.rand(4, generator=g).double(),
+            "row_weights": 0.5 + torch.rand(1, generator=g).double(),
+        },
+        window,
+    )
+
+
+class KeepsSize(StockRecorder):
+    """Keeps the size of a micro-batch as it was when the trainer was made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bs = self.args.per_device_train_batch_size
+
+
+class OwnCount(StockRecorder):
+    """Replaces the number: what is attended to, instead of the targets."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        return batches, sum(batch["attention_mask"].sum() for batch in batches)
+
+
+def of_attended(model: Any, batch: Any, step: int) -> Tensor:
+    losses, valid = Seen(model.logits(batch["input_ids"]), batch, model).each_token
+    return (losses * valid).sum() / batch["attention_mask"].sum()
+
+
+class Relabels(ByNumber):
+    """Masks labels on a copy, inside the model."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **inputs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return super().forward(input_ids, None if labels is None else fewer(labels), **inputs)
+
+
+def of_fewer_by_all(model: Any, batch: Any, step: int) -> Tensor:
+    """What stock trains: the sum over what the model keeps, by what the batch holds."""
+    labels = batch["labels"]
+    kept, held = (fewer(labels)[:, 1:] != -100).sum(), (labels[:, 1:] != -100).sum()
+    s = Seen(model.logits(batch["input_ids"]), {**batch, "labels": fewer(labels)}, model)
+    return s.tokens * kept / held
+
+
+def twice(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    with torch.no_grad():
+        base(model, {**inputs}, num_items_in_batch=number)
+    return loss, outputs
+
+
+def over_kept() -> type:
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        s = Seen(outputs["logits"], inputs, bare(model))
+        return s.each_class.sum() / trainer.bs, outputs
+
+    return computing(compute, KeepsSize)
+
+
+def yes_or_no(key: str) -> Case:
+    """Weights of elements in torch's own loss."""
+
+    def loss(s: Seen) -> Tensor:
+        return F.binary_cross_entropy_with_logits(s.logits, s.batch["labels"], weight=s.batch[key])
+
+    model, given = holding(loss, TakingPoints, out=4), {"looped": True, "right": EVEN}
+    return attack(f"everyday-{key}", EXACT, model_itself, model, several(2, multi_hot), **given)
+
+
+def weights(s: Seen) -> Tensor:
+    return s.logits.new_tensor([0.7, 0.2])
+
+
+def over(divisor: Any) -> Loss:
+    def loss(s: Seen) -> Tensor:
+        losses, valid = s.each_token
+        return (losses * valid).sum() / divisor(valid)
+
+    return loss
+
+
+def smoothed(s: Seen) -> Tensor:
+    weight = torch.linspace(0.2, 1.0, s.logits.shape[-1], dtype=s.logits.dtype)
+    return F.cross_entropy(*s.flat, weight=weight, label_smoothing=0.1)
+
+
+def some_hold(s: Seen) -> Tensor:
+    """A term of the texts of one kind, where there are any."""
+    kept = s.batch["kind"] == 1
+    loss = s.tokens
+    loss += F.mse_loss(s.logits[kept, 1, 0], s.batch["kind"][kept].double()) if bool(kept.any()) else 0
+    return loss
+
+
+def normalised_weights(s: Seen) -> Tensor:
+    losses, valid = s.each_token
+    return (losses.flatten() * F.normalize(valid.double().flatten(), p=1, dim=0)).sum()
+
+
+def vae(s: Seen) -> Tensor:
+    """Two sums."""
+    losses, valid = s.each_token
+    return (losses * valid).sum() + 0.1 * s.logits[:, 0].square().sum()
+
+
+EVERYDAY = [
+    yes_or_no("label_weights"),
+    yes_or_no("row_weights"),
+    # A loss of one element, and several in one tensor.
+    in_own("everyday-begun", EXACT, lambda s: (torch.zeros(1, dtype=torch.float64) + s.tokens).mean()),
+    in_model("everyday-over-two", INEXACT, lambda s: (s.stack / 2).sum()),
+    in_own("everyday-cat", INEXACT, lambda s: torch.cat([s.tokens.view(1), s.classes.view(1)]).mul(weights(s)).sum()),
+    in_own("everyday-ceiling", INEXACT, lambda s: s.tokens.clamp(max=4.5) + 0.0 * s.classes, windows=several(2)),
+    # Numbers that are kept, replaced, or count what a model drops; a second forward for a log.
+    attack("everyday-sum", EITHER, full(lambda s: s.each_class.mean()), Mean, several(1), over_kept()),
+    attack("everyday-own-count", EITHER, of_attended, ByNumber, several(2), OwnCount, right=EVEN),
+    attack("everyday-relabels", EITHER, of_fewer_by_all, Relabels, several(1), right=EVEN),
+    attack("everyday-twice", EITHER, full(tokens), Mean, several(1), computing(twice)),
+    # An epsilon in a divisor: one in 1e-5 of a single target, beside another count, is another count.
+    in_own("everyday-1e-5", EXACT, over(lambda m: m.sum() + 1e-5), tolerance=2e-5),
+    in_own("everyday-clamp", EXACT, over(lambda m: m.sum().double().clamp(min=1e-6)), tolerance=2e-5),
+    in_own(
+        "everyday-1e-5-two",
+        EXACT,
+        lambda s: over(lambda m: m.sum() + 1e-5)(s) + 0.5 * s.classes,
+        tolerance=2e-5,
+        cuts=(PAIRS,),
+    ),
+    in_own("everyday-smoothed", EXACT, smoothed, windows=several(2)),
+    *in_both("everyday-some-hold", EITHER, some_hold, windows=several(2)),
+    in_own("everyday-normalised-weights", EITHER, normalised_weights),
+    in_own("everyday-vae", GRADIENT, vae),
+]
+
 CASES: list[Case] = [
     *FOUND,
     *ONE_OVER_G, *CACHED, *STOPPED, *LEARNT, *SIZES, *UNSEEN, *READERS, *UNLABELLED, *SAMPLE_MEANS, *BY_NUMBER,
     *ROWS, *LATER, *EARLY, *STATE, *TWO_STEPS, *GROWING, *NEARLY_EVEN, *SOME_HOLD, *EQUAL, *EASY, *ZERO, *READABLE,
-    *NO_SUMS, *ANSWERS, *SCALED,
+    *NO_SUMS, *ANSWERS, *SCALED, *EVERYDAY,
 ]  # fmt: skip
-
-
-# --- two ranks ----------------------------------------------------------------------------------------------------
-
-
-class Plain(runs.Ordered):
-    """A compute_loss of one's own."""
-
-    of: Loss = staticmethod(tokens)  # type: ignore[assignment]
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(input_ids=inputs["input_ids"])
-        loss = type(self).of(Seen(outputs["logits"], inputs, bare(model)))
-        return (loss, outputs) if return_outputs else loss
-
-
-def _on_two(name: str, loss: Loss, **learnt: Any) -> runs.Case:
-    """In a compute_loss; in the model where it has parameters, which ranks look for in a forward."""
-    trainer = runs.Ordered if learnt else type("Plain", (Plain,), {"of": staticmethod(loss)})
-    head = Head(name, seeded(holding(loss, **learnt)), texts())
-    return runs.Case(f"read-{name}", head, trainer, lambda model, batch: full(loss)(model, batch, 0))
-
-
-class TwoHeads(Texts):
-    """Another head, whose loss is logged and has no gradient: ranks wait for none of its parameters."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__(loss)
-        self.other = nn.Linear(16, len(self.head.bias))
-
-    def logits_of_other(self, input_ids: Tensor) -> Tensor:
-        return self.other(self.embed(input_ids))
-
-
-def by_other(s: Seen) -> Seen:
-    return s.by(s.model.logits_of_other(s.batch["input_ids"]))
-
-
-def _two_heads(name: str, loss: Loss) -> runs.Case:
-    head = Head(name, seeded(lambda: TwoHeads(loss)), texts())
-    return runs.Case(f"read-{name}", head, runs.Ordered, lambda model, batch: full(loss)(model, batch, 0))
-
-
-TWO_RANKS: Mapping[Verdict, list[runs.Case]] = {
-    EXACT: [
-        _on_two("both", both),
-        _on_two("checkpoint", beside_classes(checkpointed(False))),
-        _on_two("sample-means", sample_means),
-    ],
-    GRADIENT: [
-        _on_two("detached", with_detached),
-        _two_heads("detached-head", lambda s: s.tokens + by_other(s).classes.detach()),
-        _two_heads("detached-tokens", lambda s: s.classes + by_other(s).tokens.detach()),
-    ],
-    EITHER: [
-        _on_two("uncertain", uncertain, s=[0.2, -0.3]),
-        _on_two("reentrant", beside_classes(checkpointed(True))),
-        _on_two("fused", beside_classes(by_function(models.Fused))),
-        _on_two("reversed", with_reversed),
-        # W is 2.
-        _on_two("half", half),
-    ],
-    INEXACT: [_on_two("balanced", balanced_terms), _on_two("max", greater)],
-}

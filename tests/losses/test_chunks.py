@@ -6,26 +6,19 @@ their own means is another loss for every split.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-import hf_accum_fix
-from tests import trainings
 from tests.losses.models import texts
 from tests.losses.seen import ByNumber, Loss, Mean, Seen, full, holding, tokens
+from tests.losses.verdicts import RATE, Verdict, by_loop, by_trainer, faults
 from tests.numerics.heads import Batch
-from tests.ranks import on_ranks
-from tests.trainings import Case, Cut, Training, computing, train
-
-CUTS: tuple[Cut, ...] = ((2, 4), (4, 4), (8, 2), (1, 8))
-#: Rounding of float64.
-FLOOR = 1e-12
+from tests.numerics.parity import StockRecorder
+from tests.trainings import Case, Cut, computing
 
 
 def halves(count: int) -> list[slice]:
@@ -36,6 +29,8 @@ def pairs(count: int) -> list[slice]:
     return [slice(start, start + 2) for start in range(0, count, 2)]
 
 
+#: Rounding of float64, of a change at this rate.
+FLOOR = 1e-9
 #: The chunks of so many rows, or of so many positions.
 Chunks = Callable[[int], list[slice]]
 
@@ -72,59 +67,35 @@ def mean_of(chunks: Chunks) -> Loss:
     return loss
 
 
-def case(head: Any, trainer: Any, cut: Cut, ranks: int = 1, **more: Any) -> Case:
+#: By name: the model, the trainer, and whether it is exact. Stock is right where chunks are divided by one number.
+KINDS: dict[str, tuple[Any, Any, bool]] = {
+    "halves": (ByNumber, by_rows(halves), True),
+    "pairs": (ByNumber, by_rows(pairs), True),
+    "positions": (ByNumber, computing(by_positions), True),
+    "sum-of-means": (Mean, by_rows(halves), False),
+    "mean-of-means": (Mean, by_rows(pairs, mean=True), False),
+    "in-a-forward": (holding(mean_of(halves), Mean), StockRecorder, False),
+}
+
+
+def case(name: str, cut: Cut, ranks: int = 1) -> Case:
+    head, trainer, exact = KINDS[name]
     count = cut[0] * cut[1] * ranks
     window = [sample for turn in range(-(-count // 8)) for sample in texts(turn)][:count]
-    return Case("", full(tokens), head, [window, window[::-1]], trainer, **more)
+    given = {"verdict": Verdict.EXACT if exact else Verdict.INEXACT, "tolerance": FLOOR, "rate": RATE}
+    return Case(name, full(tokens), head, [window, window[::-1]], trainer, **given)
 
 
-def both(case: Case, cut: Cut) -> tuple[Training, Training]:
-    """By stock, and by ours."""
-    with tempfile.TemporaryDirectory() as folder:
-        stock = train(case, cut, Path(folder))
-        with hf_accum_fix.apply():
-            return stock, train(case, cut, Path(folder))
+@pytest.mark.parametrize("cut", [(2, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_chunks_are_exact_over_one_number_and_said_else(name: str, cut: Cut) -> None:
+    given = case(name, cut)
+    stock, ours = (by_trainer(given, cut, path) for path in ("stock", "apply"))
+    assert not faults(ours, given, stock, cut)
+    assert stock.worst <= FLOOR if KINDS[name][2] else stock.worst > 0.1
 
 
-SUMS = {"halves": by_rows(halves), "pairs": by_rows(pairs), "positions": computing(by_positions)}
-
-
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", SUMS)
-def test_chunks_over_one_number_are_exact(name: str, cut: Cut) -> None:
-    """As in stock, which is right here."""
-    stock, ours = both(case(ByNumber, SUMS[name], cut), cut)
-    assert stock.worst <= FLOOR and ours.worst <= FLOOR
-    assert ours.exact and not ours.said
-
-
-@pytest.mark.parametrize(("chunks", "cut"), [(halves, (2, 4)), (halves, (8, 2)), (pairs, (4, 4)), (pairs, (8, 2))])
-@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
-def test_chunks_with_a_mean_each_are_said(chunks: Chunks, mean: bool, cut: Cut) -> None:
-    stock, ours = both(case(Mean, by_rows(chunks, mean=mean), cut), cut)
-    assert stock.worst > 0.1
-    assert ours.exact is False and ours.said and ours.worst <= max(1.05 * stock.worst, FLOOR)
-
-
-@pytest.mark.parametrize("looped", [False, True], ids=["trainer", "loop"])
-@pytest.mark.parametrize("cut", CUTS)
-def test_chunks_in_a_forward_are_said(cut: Cut, looped: bool) -> None:
-    given = case(holding(mean_of(halves), Mean), trainings.StockRecorder, cut)
-    if looped:
-        stock, ours = (trainings.loop(given, cut, by) for by in (trainings.by_hand, trainings.ours))
-    else:
-        stock, ours = both(given, cut)
-    assert ours.exact is False and ours.said and ours.worst <= max(1.05 * stock.worst, FLOOR)
-
-
-def on_two_ranks(name: str, cut: Cut) -> tuple[float, float, bool]:
-    stock, ours = both(case(ByNumber, SUMS[name], cut, ranks=2), cut)
-    return stock.worst, ours.worst, bool(ours.exact) and not ours.said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", [(2, 4), (1, 8)])
-@pytest.mark.parametrize("name", ["halves", "pairs"])
-def test_chunks_over_one_number_are_exact_on_two_ranks(name: str, cut: Cut) -> None:
-    for stock, ours, exact in on_ranks(on_two_ranks, name, cut):
-        assert stock <= FLOOR and ours <= FLOOR and exact
+def test_chunks_in_a_forward_of_a_loop_are_said() -> None:
+    given = case("in-a-forward", (4, 4))
+    stock, ours = (by_loop(given, (4, 4), path) for path in ("stock", "apply"))
+    assert not faults(ours, given, stock, (4, 4))

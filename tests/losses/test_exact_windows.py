@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix import observations
@@ -18,6 +17,7 @@ from hf_accum_fix.overrides.training import EXACT_WINDOWS
 from hf_accum_fix.window import window
 from hf_accum_fix.window.state import ATTEMPTS
 from tests.numerics.heads import HEADS
+from tests.numerics.parity import training_arguments
 from tests.trainers.runs import PAIRS, Case, Cut, Ordered, Run, run
 
 STEPS = 5
@@ -110,22 +110,7 @@ def _sample(place: int, steps: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def _arguments(folder: Path, steps: int, **more: Any) -> TrainingArguments:
-    return TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=steps,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        **more,
-    )
-
-
-def _trained(
-    model: nn.Module, args: TrainingArguments, data: Any, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, list[int]]:
+def _trained(model: nn.Module, args: Any, data: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
     """A trainer, and the steps whose gradients were corrected."""
     monkeypatch.setattr(Session, "readable", property(lambda _: False))
     corrected: list[int] = []
@@ -141,7 +126,7 @@ def test_counts_that_differ_are_read_with_the_log_and_corrected_from_there(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    args = _arguments(tmp_path, steps, logging_steps=LOGGED, max_steps=LONG, learning_rate=0.0)
+    args = training_arguments(tmp_path, 2, steps, logging_steps=LOGGED, max_steps=LONG, learning_rate=0.0)
     data: Any = [_sample(place, steps) for place in range(2 * LONG * steps)]
     trainer, corrected = _trained(LeavesOut(), args, data, monkeypatch)
     # The first windows are corrected unread. The log is of a step that has been taken, so that the next window is the
@@ -157,5 +142,7 @@ def test_a_loss_whose_items_no_rule_counts_is_corrected_from_the_first_window(
 ) -> None:
     torch.manual_seed(0)
     data: Any = [_sample(0, 2) for _ in range(12)]
-    _, corrected = _trained(Weighted(), _arguments(tmp_path, 2, max_steps=3), data, monkeypatch)
+    _, corrected = _trained(
+        Weighted(), training_arguments(tmp_path, 2, 2, max_steps=3, learning_rate=1e-3), data, monkeypatch
+    )
     assert corrected == [1, 2, 3]

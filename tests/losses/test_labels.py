@@ -1,10 +1,8 @@
-"""Micro-batches with other labels than most of the first window are averaged, and said: on one rank, and on two."""
+"""Micro-batches with other labels than most of the first window are averaged, and said; `test_two_ranks`: on two."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import hf_accum_fix
 from tests.losses.fates import SAME
 from tests.losses.models import texts
+from tests.losses.verdicts import Verdict, by_trainer, faults
 from tests.numerics.heads import Batch, Sample, TokenModel, shifted_cross_entropy
 from tests.numerics.heads.head import collate
-from tests.ranks import on_ranks
-from tests.trainings import Case, Cut, pieces, train
+from tests.trainings import Case, Cut, pieces
 
 #: Which pairs of texts have a class instead of next tokens ("b"); of two ranks each gets every other pair.
 TURNS = ("abab", "abba")
@@ -51,32 +48,22 @@ def in_common(samples: Sequence[Sample]) -> Batch:
     return collate([{key: each[key] for key in shared} for each in samples])
 
 
-def trained(turns: str, keys: tuple[str, str], cut: Cut, ranks: int = 1) -> tuple[float, bool, list[str]]:
-    """How far the gradient is from the mean over the micro-batches of all ranks, and what was said."""
+def case(turns: str, keys: tuple[str, str], cut: Cut, ranks: int = 1) -> Case:
+    """Its reference is the mean over the micro-batches of all ranks."""
     window = mixed(turns, keys)
 
     def averaged(model: Any, batch: Batch, step: int) -> Tensor:
         parts = pieces(window, (cut[0], cut[1] * ranks))
         return torch.stack([model(**in_common(part))["loss"] for part in parts]).mean()
 
-    case = Case("labels", averaged, Tasks, [window], collate=in_common)
-    with tempfile.TemporaryDirectory() as folder, hf_accum_fix.apply():
-        ours = train(case, cut, Path(folder))
-    return ours.worst, bool(ours.exact), [words for _, words in ours.said]
+    given = {"collate": in_common, "verdict": Verdict.AVERAGED, "tolerance": SAME, "cuts": (cut,)}
+    return Case(f"{turns}-{keys[0]}", averaged, Tasks, [window], **given)
 
 
 @pytest.mark.parametrize("cut", [(2, 4), (1, 8)], ids=str)
-@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("keys", KEYS, ids=[keys[0] for keys in KEYS])
 @pytest.mark.parametrize("turns", TURNS)
 def test_other_labels_are_averaged_and_said(turns: str, keys: tuple[str, str], cut: Cut) -> None:
-    error, exact, said = trained(turns, keys, cut)
-    assert error <= SAME and not exact and any("labels" in words for words in said)
-
-
-@pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("turns", TURNS)
-def test_other_labels_are_averaged_and_said_on_two_ranks(turns: str, keys: tuple[str, str]) -> None:
-    """Each rank may have labels of its own alone."""
-    found = on_ranks(trained, turns, keys, (2, 2), 2)
-    assert all(error <= SAME and not exact for error, exact, _ in found)
-    assert any("labels" in words for _, _, said in found for words in said)
+    row = case(turns, keys, cut)
+    stock, ours = (by_trainer(row, cut, path) for path in ("stock", "apply"))
+    assert not faults(ours, row, stock, cut) and any("labels" in words for _, words in ours.said)

@@ -804,10 +804,6 @@ def by_steps(m: Made) -> Tensor:
     return m.loss / m.trainer.args.gradient_accumulation_steps
 
 
-def smoothed(scores: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(scores, labels, label_smoothing=0.1)
-
-
 def where_number(m: Made) -> Tensor:
     return by_steps(m) if m.number is not None and m.trainer.model_accepts_loss_kwargs else m.loss
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, before, log_likelihoods, over_number, seeded
+from tests.numerics.heads import HEADS, Batch, Sample, before, log_likelihoods, over_number
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
-from tests.trainers.runs import HALVES, PAIRS, Case, FullLoss, Ordered, owning
-from tests.trainings import as_fetched, in_loss, in_step
+from tests.trainers.runs import PAIRS, Case, FullLoss, Ordered, owning
+from tests.trainings import in_loss
 
 CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "llama", "drops-kwargs"))
 #: Divides by the number it is handed, in float64, and is right in the stock Trainer.
@@ -86,17 +86,6 @@ def dpo(model: nn.Module, batch: Batch) -> Tensor:
 # --- a division by the arguments, whatever comes ---------------------------------------------------------------------
 
 
-def by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    outputs = model(**inputs)
-    return outputs["loss"] / trainer.args.gradient_accumulation_steps, outputs
-
-
-def by_window(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    """By the micro-batches of this very window, and in training alone."""
-    outputs = model(**inputs)
-    return outputs["loss"] / (trainer.current_gradient_accumulation_steps if model.training else 1), outputs
-
-
 def base_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
     return loss / trainer.args.gradient_accumulation_steps, outputs
@@ -105,12 +94,7 @@ def base_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any)
 DividesTheBase = owning(base_by_steps)
 
 
-# --- the number, left out or used -----------------------------------------------------------------------------------
-
-
-def without_the_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    """As four of ten excerpts of a public code search have it."""
-    return base(model, inputs, return_outputs=True)
+# --- the number, used or replaced -----------------------------------------------------------------------------------
 
 
 class SumOverTheNumber(Ordered):
@@ -144,12 +128,6 @@ def with_fewer_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**batch, "labels": torch.where(chosen, labels, -100)}
 
 
-def with_fewer_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with the rows that are of class 0 or 1."""
-    kept = batch["labels"] < 2
-    return {key: value[kept] for key, value in batch.items()}
-
-
 class SplitsAsFetched(Ordered):
     """Makes micro-batches of one sample of those that were fetched."""
 
@@ -163,24 +141,12 @@ def with_other_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**batch, "input_ids": (batch["input_ids"] * 7 + 3) % 44 + 4}
 
 
-class ForwardInPlace(DropsKwargs):
-    """Edits the tokens that it is handed."""
-
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        input_ids.copy_(with_other_tokens({"input_ids": input_ids})["input_ids"])
-        return super().forward(input_ids, labels)
-
-
 def of_other_tokens(model: nn.Module, batch: Batch) -> Tensor:
     return model(**with_other_tokens(batch))["loss"]
 
 
 def of_fewer_labels(model: nn.Module, batch: Batch) -> Tensor:
     return model(**with_fewer_labels(batch))["loss"]
-
-
-def of_fewer_rows(model: nn.Module, batch: Batch) -> Tensor:
-    return model(**with_fewer_rows(batch))["loss"]
 
 
 # --- a training step of one's own ----------------------------------------------------------------------------------
@@ -228,12 +194,9 @@ OWN_STEPS = [
     Case("own-step-divided-twice", CLASSES, OwnStepDividedTwice),
 ]
 
-#: Half of each micro-batch of two goes, and of each of four.
-HALF_OF_EACH = dataclasses.replace(CLASSES, samples=[CLASSES.samples[i] for i in (0, 2, 1, 5, 3, 2, 4, 5)])
 
 CASES = [
     Case("swift-classes", CLASSES, dividing(of_classes), right=True),
-    Case("swift-classes-by-super", CLASSES, owning(by_super), right=True),
     Case("swift-mlm-by-super", MLM, owning(by_super)),
     Case("swift-dpo", PREFERENCES, dividing(dpo), loss=dpo, right=True),
     Case(
@@ -245,24 +208,10 @@ CASES = [
         floor=FLOAT32,
         right=True,
     ),
-    Case("divides-its-own", CLASSES, owning(by_steps), right=True),
-    Case("divides-in-training", CLASSES, owning(by_window), right=True),
     Case("divides-the-base", CLASSES, DividesTheBase, right=True),
-    Case("without-the-number", NUMBER, owning(without_the_number)),
     Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
-    *(
-        # Stock hands on the count from before the labels were masked.
-        Case(f"masks-{place}{suffix}", head, trainer, loss=of_fewer_labels, right_uncut=head is MLM)
-        for place, trainer in [
-            ("in-the-step-in-place", in_step(with_fewer_labels, "tensor")),
-            ("as-fetched-in-place", as_fetched(with_fewer_labels, "key")),
-        ]
-        for suffix, head in [("-mlm", MLM), ("", NUMBER)]
-    ),
-    Case("drops-in-the-step", HALF_OF_EACH, in_step(with_fewer_rows), loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("splits-as-fetched", MLM, SplitsAsFetched, cuts=(PAIRS,), right_uncut=False),
     Case("edits-tokens-in-place", NUMBER, in_loss(with_other_tokens, "tensor"), loss=of_other_tokens, right=True),
-    Case("forward-in-place", dataclasses.replace(DROPS, build=seeded(ForwardInPlace)), Ordered),
     Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels, right=True),
     *STEPS_OF_THE_BASE,
     *OWN_STEPS,

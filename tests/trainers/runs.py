@@ -43,22 +43,6 @@ def owning(loss: Callable[..., tuple[Tensor, Any]]) -> Any:
     return computing(loss, Ordered)
 
 
-def of_logits(loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """One whose ``compute_loss`` is ``loss(logits, labels)``, and takes no number; the model sees no labels."""
-
-    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        return loss(outputs["logits"], labels), outputs
-
-    return owning(compute)
-
-
-def full_of_logits(loss: Callable[[Tensor, Tensor], Tensor]) -> FullLoss:
-    """The same of a whole batch."""
-    return lambda model, batch: loss(model(**{**batch, "labels": None})["logits"], batch["labels"])
-
-
 def of_texts(model: type[nn.Module], **changes: Any) -> Head:
     """A model of eight ragged texts."""
     return replace(Head(model.__name__, seeded(model), text()), **changes)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses.models import z_loss
-from tests.numerics.heads import HEADS, Batch, NoKwargs, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads import Batch, NoKwargs, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head
 from tests.numerics.heads.samples import text
 from tests.trainers.runs import Case, FullLoss, Ordered, owning
@@ -74,10 +74,6 @@ def by(loss: FullLoss) -> Any:
     return owning(lambda trainer, base, model, inputs, number: (loss(model, inputs), {}))
 
 
-def own_mean(model: nn.Module, batch: Batch) -> Tensor:
-    return shifted_cross_entropy(model(**batch)["logits"], batch["labels"])
-
-
 def own_by_hand(model: nn.Module, batch: Batch) -> Tensor:
     """A mean over samples that no loss function of torch computes."""
     logits = model(input_ids=batch["input_ids"])["logits"]
@@ -128,28 +124,21 @@ SHORT = (3, 3)
 CUTS = ((2, 4), SHORT)
 
 EXACT = [
-    Case("text-and-order", HEADS["bert-pretraining"], Ordered, cuts=CUTS),
-    Case("two-terms", HEADS["two-terms"], Ordered, cuts=CUTS),
     Case("number-and-z-loss", NUMBER_AND_Z, Ordered, cuts=CUTS),
-    Case("own-mean", MEAN, by(own_mean), own_mean, cuts=CUTS),
-    Case("own-mean-of-a-number-head", NUMBER, by(own_mean), own_mean, cuts=CUTS),
     Case("own-by-hand", MEAN, by(own_by_hand), own_by_hand, cuts=(SHORT,)),
-    Case("distilled-mean", MEAN, owning(distilling), distilled, cuts=CUTS),
     Case("distilled-number", NUMBER, owning(distilling), distilled, cuts=CUTS),
     # No input counts one of their terms, so forwards count it.
     Case("weighted-beside-classes", WEIGHTED, Ordered, cuts=CUTS),
     Case("hidden-choice", HIDDEN, Ordered, cuts=CUTS),
     Case("hard-examples", HARD, Ordered, cuts=CUTS),
 ]
-#: Terms whose items are known too late.
+#: After the window was fetched.
 SAID = [
     Case(
-        f"{name}-masked-later",
-        head,
-        # After the window was fetched.
+        "number-and-z-loss-masked-later",
+        NUMBER_AND_Z,
         in_step(masked_later),
         lambda model, batch: model(**masked_later(batch))["loss"],
         cuts=CUTS,
     )
-    for name, head in (("two-terms", HEADS["two-terms"]), ("number-and-z-loss", NUMBER_AND_Z))
 ]

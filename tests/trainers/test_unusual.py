@@ -27,10 +27,6 @@ from tests.numerics.parity import pass_over_imports
 from tests.ranks import join, on_ranks
 from tests.trainers import runs
 from tests.trainers.runs import Ordered, run
-from tests.trainings import Cut
-
-HALVES: Cut = (4, 2)
-
 
 # --- on two ranks ---------------------------------------------------------------------------------------------------
 

@@ -190,59 +190,34 @@ def not_decomposable() -> list[LeftOut]:
     def tried(model: str, config: dict[str, Any], samples: Sequence[Sample], **more: Any) -> Head:
         return of_class(model, {"num_labels": 3, **config}, samples, FLOAT64, exact=False, **more)
 
+    classes = {
+        "LevitForImageClassification": LEVIT,
+        "TextNetForImageClassification": TEXTNET,
+        "HGNetV2ForImageClassification": HGNET,
+        "RegNetForImageClassification": {
+            "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8,
+        },
+        "SwiftFormerForImageClassification": {
+            "image_size": 32, "depths": [1, 1], "embed_dims": [8, 16], "drop_path_rate": 0.0,
+        },
+        "EfficientNetForImageClassification": {
+            "image_size": 32, "width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320,
+            "dropout_rate": 0.0, "drop_connect_rate": 0.0,
+        },
+    }  # fmt: skip
+    mobile = {"image_size": 64, "width_multiplier": 0.1, "n_attn_blocks": [1] * 3, "base_attn_unit_dims": [16] * 3}
+    doge = {**ROUTED, "is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "keep_window_size": 64}
+    float32 = {"dtype": torch.float32, "everyday": False}
     return [
         LeftOut(tried("SiglipModel", SIGLIP, pairs(), collate=with_return_loss), NEGATIVES),
         LeftOut(tried("OwlViTModel", OWL, pairs(), collate=with_return_loss, everyday=False), NEGATIVES),
         LeftOut(tried("RoCBertForPreTraining", ROC_BERT, attacked(), everyday=False), NEGATIVES),
-        LeftOut(
-            tried("AutoformerForPrediction", AUTOFORMER, in_float32(), dtype=torch.float32, everyday=False), ACROSS
-        ),
+        LeftOut(tried("AutoformerForPrediction", AUTOFORMER, in_float32(), **float32), ACROSS),
         LeftOut(tried("Wav2Vec2ForPreTraining", QUANTIZED, heard_codes(), collate=with_own_negatives), CODES),
+        LeftOut(tried("SpeechT5ForTextToSpeech", SPOKEN, voices(), collate=with_padded_frames), BATCH_NORM),
+        *(LeftOut(tried(name, config, labelled), BATCH_NORM) for name, config in classes.items()),
         LeftOut(
-            tried("SpeechT5ForTextToSpeech", SPOKEN, voices(), collate=with_padded_frames),
-            BATCH_NORM,
-        ),
-        LeftOut(tried("LevitForImageClassification", LEVIT, labelled), BATCH_NORM),
-        LeftOut(tried("TextNetForImageClassification", TEXTNET, labelled), BATCH_NORM),
-        LeftOut(tried("HGNetV2ForImageClassification", HGNET, labelled), BATCH_NORM),
-        LeftOut(
-            tried(
-                "RegNetForImageClassification",
-                {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8},
-                labelled,
-            ),
-            BATCH_NORM,
-        ),
-        LeftOut(
-            tried(
-                "SwiftFormerForImageClassification",
-                {"image_size": 32, "depths": [1, 1], "embed_dims": [8, 16], "drop_path_rate": 0.0},
-                labelled,
-            ),
-            BATCH_NORM,
-        ),
-        LeftOut(
-            tried(
-                "EfficientNetForImageClassification",
-                {
-                    "image_size": 32,
-                    "width_coefficient": 0.25,
-                    "depth_coefficient": 0.1,
-                    "hidden_dim": 320,
-                    "dropout_rate": 0.0,
-                    "drop_connect_rate": 0.0,
-                },
-                labelled,
-            ),
-            BATCH_NORM,
-        ),
-        LeftOut(
-            tried(
-                "MobileViTV2ForImageClassification",
-                {"image_size": 64, "width_multiplier": 0.1, "n_attn_blocks": [1] * 3, "base_attn_unit_dims": [16] * 3},
-                images(lambda i, g: torch.tensor(i % 3), 64),
-            ),
-            BATCH_NORM,
+            tried("MobileViTV2ForImageClassification", mobile, images(lambda i, g: torch.tensor(i % 3), 64)), BATCH_NORM
         ),
         LeftOut(tried("Wav2Vec2ConformerForSequenceClassification", conformer, spoken), BATCH_NORM),
         LeftOut(
@@ -250,11 +225,7 @@ def not_decomposable() -> list[LeftOut]:
             "the root of a mean and the square of one, over all pixels of a micro-batch",
         ),
         LeftOut(
-            tried(
-                "DogeForCausalLM",
-                {**ROUTED, "is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "keep_window_size": 64},
-                text(),
-            ),
+            tried("DogeForCausalLM", doge, text()),
             "modeling_doge.py line 413 of 5.23.0 views the router's two halves over tokens instead of features, so "
             "that the rows of a batch route one another",
         ),
@@ -273,47 +244,28 @@ def not_run() -> list[LeftOut]:
         "convstream_hidden_sizes": [8] * 3,
     }  # fmt: skip
     swin2sr = {"image_size": 16, "embed_dim": 8, "depths": [1], "num_heads": [1], "window_size": 4}
+    super_point = {"encoder_hidden_sizes": [8] * 4, "decoder_hidden_size": 8}
+    packages: list[tuple[str, str, Any, Any]] = [
+        ("detectron2", "LayoutLMv2ForTokenClassification", ENCODER, with_labels(token_classes)),
+        ("natten", "DinatForImageClassification", {}, labelled),
+        ("timm", "TimmWrapperForImageClassification", {"architecture": "resnet18"}, labelled),
+    ]
+    untrained: list[tuple[str, Any, Any]] = [
+        ("DPTForDepthEstimation", DPT, matte),
+        ("Swin2SRForImageSuperResolution", swin2sr, larger),
+        ("VitMatteForImageMatting", vitmatte, matte),
+        ("ViltForImageAndTextRetrieval", VILT, with_labels(one_class, pictured())),
+    ]
     return [
-        LeftOut(
-            of_class("LayoutLMv2ForTokenClassification", ENCODER, with_labels(token_classes)),
-            "needs the package detectron2",
-            ImportError,
-            "detectron2",
-            needs="detectron2",
-        ),
-        LeftOut(
-            of_class("DinatForImageClassification", {}, labelled),
-            "needs the package natten",
-            ImportError,
-            "natten",
-            needs="natten",
-        ),
-        LeftOut(
-            of_class("TimmWrapperForImageClassification", {"architecture": "resnet18"}, labelled),
-            "needs the package timm",
-            ImportError,
-            "timm",
-            needs="timm",
+        *(
+            LeftOut(of_class(*head), f"needs the package {package}", ImportError, package, needs=package)
+            for package, *head in packages
         ),
         LeftOut(of_class("MraForMaskedLM", ENCODER, mlm), NO_FLOAT64, RuntimeError, "Float and Double"),
         LeftOut(of_class("FSMTForConditionalGeneration", fsmt, mlm), NO_FLOAT64, RuntimeError, "without overflow"),
-        LeftOut(of_class("DPTForDepthEstimation", DPT, matte), NO_TRAINING, NotImplementedError, "Training"),
+        *(LeftOut(of_class(*head), NO_TRAINING, NotImplementedError, "Training") for head in untrained),
         LeftOut(
-            of_class("Swin2SRForImageSuperResolution", swin2sr, larger), NO_TRAINING, NotImplementedError, "Training"
-        ),
-        LeftOut(of_class("VitMatteForImageMatting", vitmatte, matte), NO_TRAINING, NotImplementedError, "Training"),
-        LeftOut(
-            of_class("ViltForImageAndTextRetrieval", VILT, with_labels(one_class, pictured())),
-            NO_TRAINING,
-            NotImplementedError,
-            "Training",
-        ),
-        LeftOut(
-            of_class(
-                "SuperPointForKeypointDetection",
-                {"encoder_hidden_sizes": [8] * 4, "decoder_hidden_size": 8},
-                labelled,
-            ),
+            of_class("SuperPointForKeypointDetection", super_point, labelled),
             NO_TRAINING,
             ValueError,
             "does not support training",
