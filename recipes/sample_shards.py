@@ -81,7 +81,8 @@ def main() -> int:
     if "sp" in options.layouts and find_spec("deepspeed") is None:
         parser.error("got layout sp without DeepSpeed; expected it installed; pass --layouts cp, or install deepspeed")
     rows = []
-    for row in results(options.layouts, options.splits):
+    # Ranks know no `shared`.
+    for row in results(options.layouts, [(each.per_device, each.accumulation) for each in options.splits]):
         rows.append(row)
         shared.add_line(options.output / "results.jsonl", row)
     (options.output / "table.md").write_text(table(rows))

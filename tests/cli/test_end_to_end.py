@@ -73,7 +73,7 @@ NUMBER = re.compile(r"\d+\.\d+")
 @pytest.mark.parametrize("command", ["python", "hf-accum-fix run python", "hf-accum-fix verify"])
 def test_the_script_of_the_readme_prints_what_it_shows(command: str, tmp_path: Path) -> None:
     (script,) = re.findall(r"`train.py`.*?```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(script.splitlines()) == 15
+    assert len(script.splitlines()) <= 15
     (tmp_path / "train.py").write_text(script)
     (shown,) = re.findall(rf"^\$ {command} train.py\n(.*?)(?=^\$|^```)", README, flags=re.DOTALL | re.MULTILINE)
     done = start([*command.split(), "train.py"], environment(ROOT, HF_HOME=str(tmp_path)), cwd=tmp_path)
