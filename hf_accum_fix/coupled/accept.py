@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from traceback import walk_stack
 from typing import Any
 
@@ -24,8 +24,7 @@ from hf_accum_fix.trace.preserve import WithoutNoise, random_states
 
 #: Relative difference that rounding explains, by bytes of a number (convolutions in TF32); of products in halves.
 _TOLERANCE, _OF_HALVES = {8: 1e-9, 4: 5e-3}, 5e-2
-#: How many cuts of a loss are tried.
-_TRIES = 4
+_TRIES = 4  # cuts of a loss
 #: What gathers parameters, and no samples.
 _ENGINES = (*(f"torch.distributed.{each}" for each in ("fsdp", "tensor", "_composable")), "deepspeed")
 
@@ -60,14 +59,13 @@ def accepted(
 
 
 def _rows(value: Any) -> Tensor:
-    tensor = torch.as_tensor(value)
+    tensor = value if isinstance(value, Tensor) else torch.tensor(hash(repr(value)))
     return tensor if tensor.ndim else tensor[None]
 
 
 def varying(batches: Sequence[Any], but: Container[str] = ()) -> set[str]:
     """The inputs that are not one value in all samples: where a loss reads one, only these have shown it."""
-    numbers = {name: each for name, each in batches[0].items() if isinstance(each, (Tensor, float)) and name not in but}
-    first = {name: _rows(each)[:1] for name, each in numbers.items()}
+    first = {name: _rows(each)[:1] for name, each in batches[0].items() if name not in but}
     rows = [(name, _rows(each[name])) for each in batches for name in first]
     return {name for name, its in rows if its.shape[1:] != first[name].shape[1:] or bool((its != first[name]).any())}
 
@@ -87,13 +85,13 @@ def _difference(run: LossRun, tried: Sequence[Split], window: WholeWindow, *, ro
 
 def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool) -> str:
     # All forwards before any comparison: the ranks of shards meet in them.
-    before, drawn = {id(each): each._version for each in run.model.buffers()}, random_states()
+    drawn = random_states()
     loss, wanted = _gradient(run, run.forward(dict(split.whole), None))
     if drawn.drew():
         return "draws numbers (dimensions, layers); for sentence-transformers use MatryoshkaLoss, n_dims_per_step=-1"
-    queues = [name for name, each in run.model.named_buffers() if before.get(id(each)) != each._version]
-    again = list[float]()
+    before, again = _places(run.model), list[float]()
     window.collect([split.whole], lambda batch: again.append(float(run.forward(dict(batch), None))))
+    written = [name for name, place in _places(run.model).items() if before.get(name) != place]
     whole = window.kept
     window.collect([split.one, split.other], lambda batch: run.forward(dict(batch), None))
     parts = []
@@ -103,8 +101,9 @@ def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool)
         parts.append(_gradient(run, part))
     size = min((each.element_size() for [each] in whole.values() if each.is_floating_point()), default=0)
     tolerance = _OF_HALVES if rounded else _TOLERANCE.get(size, _OF_HALVES)
-    if abs(again[0] - loss) > tolerance * abs(loss):
-        return f"is {loss:g}, then {again[0]:g} for the same samples: a forward keeps a state, as a queue ({queues})"
+    if abs(again[0] - loss) > tolerance * abs(loss) or {*written}.intersection(dict(run.model.named_parameters())):
+        words = f"a forward keeps a state, as a queue or a moving average ({written})"
+        return f"is {loss:g}, then {again[0]:g} for the same samples: {words}"
     for key, [each] in whole.items():
         if not _off(torch.cat(window.kept.get(key, [each[:0]])), each) <= tolerance:
             return f"gets other rows from {key[1]}, or in another order, of two micro-batches joined than of each"
@@ -112,6 +111,12 @@ def _compared(run: LossRun, split: Split, window: WholeWindow, *, rounded: bool)
     if off <= tolerance and all(abs(value - loss) <= tolerance * abs(loss) for value, _ in parts):
         return ""
     return f"is {parts[0][0]:g} instead of {loss:g}, and its gradient is {off:.2g} off"
+
+
+def _places(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Where tensors are, and how often they were written to."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {name: (each._version, each.data_ptr()) for name, each in tensors if torch.is_grad_enabled()}
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:
@@ -147,9 +152,7 @@ class WithoutCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``; of collectives, before any rank waits in them, only those of engines."""
         if "c10d" in str(func):
             names = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe()))

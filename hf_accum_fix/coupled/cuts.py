@@ -12,44 +12,24 @@ from torch import Tensor, nn
 from hf_accum_fix.errors import UnsupportedSetupError
 
 _PROJECTIONS = ("text_projection", "visual_projection")
-_TOWERS = ("text_model", "vision_model")
-
+_PROJECTED = ("AltCLIP", "ChineseCLIP", "Blip", "CLIP", "CLIPSeg", "MetaClip2", "OwlViT", "Owlv2")
 #: By the name of a model's class: its modules that return a tensor per sample; "": the model itself.
 CUTS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "AltCLIPModel": _PROJECTIONS,
-        "ChineseCLIPModel": _PROJECTIONS,
-        "BlipModel": _PROJECTIONS,
-        "CLIPModel": _PROJECTIONS,
-        "CLIPSegModel": _PROJECTIONS,
-        # A root of a mean over the pixels of all samples.
-        "GLPNForDepthEstimation": ("head",),
-        "MetaClip2Model": _PROJECTIONS,
-        "OwlViTModel": _PROJECTIONS,
-        "Owlv2Model": _PROJECTIONS,
-        "Siglip2Model": _TOWERS,
-        "SiglipModel": _TOWERS,
-        "VisionTextDualEncoderModel": _PROJECTIONS,
-        # sentence-transformers; a loss may have a second one as a guide.
-        "SentenceTransformer": ("",),
-    }
+    dict.fromkeys((f"{each}Model" for each in (*_PROJECTED, "VisionTextDualEncoder")), _PROJECTIONS)
+    | dict.fromkeys(("SiglipModel", "Siglip2Model"), ("text_model", "vision_model"))
+    # A root of a mean over the pixels of all samples; and a loss may have a second encoder as a guide.
+    | {"GLPNForDepthEstimation": ("head",), "SentenceTransformer": ("",)}
 )
 #: The most numbers of a sample, such as a map of 1024 x 1024; outputs of every token over a vocabulary are above it.
 _MOST = 2**20
-#: The entries of outputs that hold one vector per sample.
-_ENTRIES = ("pooler_output", "sentence_embedding")
+_ENTRIES = ("pooler_output", "sentence_embedding")  # of outputs, that hold one vector per sample
 
 
 def cuts_of(model: nn.Module, named: Sequence[str] = (), beside: Sequence[object] = ()) -> dict[str, nn.Module]:
     """The modules at which the loss of a model is cut, by name; empty: its class has no row, so that they are searched.
 
-    Args:
-        model: as trained; an adapter may wrap it.
-        named: what the user has named: names in the model, or the ends of such names.
-        beside: objects that hold more modules, such as a trainer its loss with a guide model.
-
-    Raises:
-        UnsupportedSetupError: if a name is no module's, or that of several.
+    ``named``: names in the model, or the ends of such names; UnsupportedSetupError if one is no module's, or that of
+    several. ``beside``: objects that hold more modules, such as a trainer its loss with a guide model.
     """
     seen, found = set[nn.Module](), dict[str, nn.Module]()
     modules = dict(model.named_modules(seen))
@@ -114,11 +94,7 @@ def nodes_of(loss: Tensor, ends: Container[Any] = ()) -> Iterator[Any]:
 
 
 def vectors_in(outputs: Any, name: str) -> Tensor:
-    """The vectors of the samples in what a module returned, [samples, width], or maps, [samples, ...].
-
-    Raises:
-        UnsupportedSetupError: if it returned anything else, or more than a million numbers a sample.
-    """
+    """The vectors of the samples in what a module returned, or maps, [samples, ...]; an error, if it has none."""
     vectors = _vectors(outputs)
     if vectors is not None and vectors.ndim > 1 and vectors[:1].numel() <= _MOST:
         return vectors
@@ -143,6 +119,4 @@ def with_vectors(outputs: Any, vectors: Tensor) -> Any:
     if isinstance(outputs, Tensor):
         return vectors
     entry = next(entry for entry in _ENTRIES if outputs.get(entry) is not None)
-    copied = outputs.copy() if type(outputs) is dict else type(outputs)(**outputs)
-    copied[entry] = vectors
-    return copied
+    return type(outputs)(**{**outputs, entry: vectors})

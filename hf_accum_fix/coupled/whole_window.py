@@ -11,8 +11,6 @@ The unchanged loss of micro-batch j is then L, that of the global batch, and its
 over j is the gradient of the global batch. L is averaged over G micro-batches and W ranks, as any loss that is the same
 in all of them: that is right for parameters behind the vectors (a temperature), which get all of dL/dw each time. The
 gradient of y_j is multiplied by G W instead.
-
-Source: the two passes are GradCache's (Gao et al., 2021, arXiv:2101.06983), which caches dL/dy instead of y.
 """
 
 from __future__ import annotations
@@ -37,26 +35,16 @@ Key = tuple[str, str]
 
 @dataclass
 class WholeWindow:
-    """The vectors of a window's samples, and where the loss gets them.
+    """The vectors of a window's samples, and where the loss gets them."""
 
-    Attributes:
-        modules: that return one vector per sample, by name.
-        ranks: whose samples the loss gets, W.
-        kept: of each micro-batch of this rank, or of all ranks in order; empty: the window is not cut.
-        first: the place of this rank's first micro-batch among them.
-        kinds: of this rank's micro-batches; a loss gets those of its own kind.
-        micro_batches: of all ranks whose samples the loss gets.
-        drift: the largest difference of vectors in the second pass, relative to the largest number; 0-dim.
-        losses: of its micro-batches, by kind.
-    """
-
-    modules: Mapping[str, nn.Module]
-    ranks: int = 1
+    modules: Mapping[str, nn.Module]  # that return one vector per sample, by name
+    ranks: int = 1  # whose samples the loss gets, W
+    #: Of each micro-batch of this rank, or of all ranks in order; empty: the window is not cut.
     kept: dict[Key, list[Tensor]] = field(default_factory=dict)
-    first: dict[Key, int] = field(default_factory=dict)
-    kinds: list[str] = field(default_factory=list)
-    micro_batches: int = 0
-    drift: Tensor | None = None
+    first: dict[Key, int] = field(default_factory=dict)  # the place of this rank's first micro-batch among them
+    kinds: list[str] = field(default_factory=list)  # of this rank's micro-batches; a loss gets those of its own
+    micro_batches: int = 0  # of all ranks whose samples the loss gets
+    #: By kind, of its micro-batches; and 1 plus the relative differences of vectors in the second pass.
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
     _states: list[PythonState] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
@@ -64,7 +52,7 @@ class WholeWindow:
 
     def collect(self, batches: Sequence[Any], forward: Callable[[Any], object]) -> None:
         """Keep the vectors of every micro-batch, by one forward without gradient each, in the order of training."""
-        self.kept, self.first, self._states, self.drift, self.losses = {}, {}, [], None, {}
+        self.kept, self.first, self._states, self.losses = {}, {}, [], {}
         self.kinds, self.micro_batches = [kind_of(each) for each in batches], len(batches)
         for self._place, batch in enumerate(batches):
             self._states.append(random_states())
@@ -89,9 +77,9 @@ class WholeWindow:
         return {**batch, **{name: torch.cat(its).to(batch[name].device) for name, its in of.items()}}
 
     def note(self, loss: Tensor) -> None:
-        """What a micro-batch adds to the logged loss: of all of one kind the same."""
+        """What a micro-batch adds to the logged loss of its rank: of all of one kind the same."""
         if self.kept and self.modules:
-            self.losses.setdefault(self.kinds[self._place], []).append(loss)
+            self.losses.setdefault(self.kinds[self._place], []).append(loss * len(self.kinds))
 
     def _keep(self, what: str, vectors: Tensor) -> None:
         self.kept.setdefault((self.kinds[self._place], what), []).append(vectors.detach())
@@ -110,7 +98,7 @@ class WholeWindow:
             )
         if vectors.requires_grad:
             drift = (vectors.detach() - before).abs().amax() / before.abs().amax().clamp(min=1e-30)
-            self.drift = drift if self.drift is None else torch.maximum(self.drift, drift)
+            self.losses.setdefault("vectors", [torch.ones_like(drift)]).append(1 + drift)
             # In a new tensor: others may use the module's own output.
             vectors = vectors * 1.0
             times = len(self.kinds) * self.ranks * len(its) / self.micro_batches

@@ -12,30 +12,16 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from tests.numerics.parity import StockRecorder, Trained, train, training_arguments
+from hf_accum_fix import accumulation_windows
+from tests.numerics.parity import StockRecorder, Trained, moved, train, trainable, training_arguments
 
 SAMPLES = 8
 
-_TEXT = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 12,
-    "bos_token_id": 0,
-    "eos_token_id": 49,
-    "pad_token_id": 1,
-}
+_SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_IDS = {"bos_token_id": 0, "eos_token_id": 49, "pad_token_id": 1}
+_TEXT = {"vocab_size": 50, "max_position_embeddings": 12, **_SIZES, **_IDS}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
+_VISION = {**_SIZES, "image_size": 8, "patch_size": 4}
 
 
 def _pair(kind: str, text: Mapping[str, Any] | None = None, **given: Any) -> Callable[[], nn.Module]:
@@ -48,6 +34,17 @@ def _pair(kind: str, text: Mapping[str, Any] | None = None, **given: Any) -> Cal
         return getattr(transformers, f"{kind}Model")(config)  # type: ignore[no-any-return]
 
     return make
+
+
+def descend(model: nn.Module, losses: Sequence[Callable[[], Tensor]], rate: float = 0.05) -> dict[str, Tensor]:
+    """How far steps of SGD move a model, one a loss."""
+    before = trainable(model)
+    for loss in losses:
+        held = [each for each in model.parameters() if each.requires_grad]
+        with torch.no_grad():
+            for each, grad in zip(held, torch.autograd.grad(torch.enable_grad()(loss)(), held), strict=True):
+                each -= rate * grad
+    return moved(model, before)
 
 
 def _dual() -> nn.Module:
@@ -116,6 +113,22 @@ class Queue(Towers):
         return {"loss": F.cross_entropy(logits, torch.arange(len(one)))}
 
 
+class Averaged(Towers):
+    """MoCo v3, BYOL: keys are those of a moving average of an encoder, which every forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.key = nn.Linear(5, 8), nn.Linear(5, 8).requires_grad_(False)
+        self.key.load_state_dict(self.other.state_dict())
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for one, key in zip(self.other.parameters(), self.key.parameters(), strict=True):
+            key.data = 0.9 * key.data + 0.1 * one.data
+        one, other = self.vectors(x, y)
+        right = torch.arange(len(one))
+        return {"loss": sum(F.cross_entropy(each @ self.key(y).T, right) for each in (one, other))}  # type: ignore[dict-item]
+
+
 class Pooled(nn.Module):
     """A bi-encoder whose texts are pooled by a function, and padded to the longest of a batch by zeros."""
 
@@ -159,7 +172,7 @@ class RootOfMean(nn.Module):
 
 
 def _depth() -> nn.Module:
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    none = {**_NO_DROPOUT, "drop_path_rate": 0.0}
     sizes = {"hidden_sizes": [8, 8, 8, 8], "depths": [1] * 4, "num_attention_heads": [1] * 4, "mlp_ratios": [2] * 4}
     model = transformers.GLPNForDepthEstimation(transformers.GLPNConfig(**sizes, **none, decoder_hidden_size=8))
     for each in model.modules():
@@ -169,40 +182,18 @@ def _depth() -> nn.Module:
     return model.train()
 
 
-class Bare(nn.Module):
-    """No module makes a vector of a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"loss": (x @ self.weight).square().mean().sqrt()}
-
-
 @dataclass(frozen=True)
 class Coupled:
-    """One model.
+    """One model."""
 
-    Attributes:
-        make: it, without its dtype.
-        samples: as its collator gets them.
-        constant: inputs that are the same for every batch.
-        options: besides ``coupled_loss``.
-        given: further arguments of the Trainer.
-        loss: of the whole batch; None: the model's.
-        tolerance: relative, of the gradient; of float64: sums in another order.
-        stock_ends: with an error by the stock Trainer, which scales a loss in place that its last operation has saved.
-    """
-
-    make: Callable[[], nn.Module]
-    samples: Sequence[Mapping[str, Tensor]]
-    constant: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    given: Mapping[str, Any] = field(default_factory=dict)
-    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
-    tolerance: float = 1e-12
-    stock_ends: bool = False
+    make: Callable[[], nn.Module]  # without its dtype
+    samples: Sequence[Mapping[str, Tensor]]  # as its collator gets them
+    constant: Mapping[str, Any] = field(default_factory=dict)  # inputs that are the same for every batch
+    options: Mapping[str, Any] = field(default_factory=dict)  # besides ``coupled_loss``
+    given: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the Trainer
+    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None  # of the whole batch; None: the model's
+    tolerance: float = 1e-12  # relative, of the gradient; of float64: sums in another order
+    stock_ends: bool = False  # stock scales a loss in place that its last operation has saved, which is an error
 
     def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         torch.manual_seed(0)
@@ -215,6 +206,23 @@ class Coupled:
         """The loss of all samples at once."""
         batch = self.batch(samples or self.samples)
         return self.loss(model, batch) if self.loss is not None else model(**batch)["loss"]
+
+    def loop(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        steps: int,
+        scale: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    ) -> Any:
+        """The windows of a loop of one's own, each once its backwards are run."""
+        for window in accumulation_windows(batches, steps=steps, coupled_loss="exact", **self.options):
+            for batch in window:
+                with window.micro_batch(model):
+                    scale(window.loss(model, batch)).backward()
+            yield window
+
+    def batches(self, rows: int) -> list[dict[str, Any]]:
+        return [self.batch(self.samples[at : at + rows]) for at in range(0, len(self.samples), rows)]
 
     def train(self, path: str, cut: tuple[int, int], folder: Path, **given: Any) -> Trained:
         """One step, or as many as ``given``, by stock, the patch or the subclass."""

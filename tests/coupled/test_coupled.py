@@ -13,25 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_accum_fix
-from hf_accum_fix import accumulation_windows, observations
+from hf_accum_fix import observations
 from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import WholeWindow
 from hf_accum_fix.errors import ContractError, OptionsError, RankError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
-from tests.coupled.models import (
-    _OWN,
-    MODELS,
-    Bare,
-    Coupled,
-    Passages,
-    Pooled,
-    Queue,
-    RootOfMean,
-    Towers,
-    _of_numbers,
-)
+from tests.coupled import models
+from tests.coupled.models import _OWN, MODELS, Coupled, Towers, _of_numbers, descend
 from tests.logged import Said
-from tests.numerics.parity import ClassRecorder, StockRecorder, relative, step_along, trainable, training_arguments
+from tests.numerics.parity import (
+    ClassRecorder,
+    StockRecorder,
+    moved,
+    relative,
+    step_along,
+    trainable,
+    training_arguments,
+)
 from tests.ranks import on_ranks
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (3, 3), (1, 8))
@@ -64,24 +62,19 @@ def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], tmp_pa
         assert case.train("stock", cut, tmp_path).error(reference.change) > 0.05
 
 
-def test_by_the_subclass(tmp_path: Path) -> None:
+def test_by_the_subclass_and_without_the_option(tmp_path: Path, said: Said) -> None:
     case = MODELS["CLIP"]
     reference = step_along(model := case.build(), case.full(model))
     kind = type("Coupled", (ClassRecorder,), {"global_batch_options": Options(coupled_loss="exact")})
-    assert case.train("trainer", (2, 4), tmp_path, kind=kind).error(reference.change) < TOLERANCE
+    assert case.train("trainer", (2, 4), tmp_path, kind=kind).error(reference.change) < TOLERANCE and not said()
+    case.train("apply", (2, 4), tmp_path, options={})
+    assert len(said("coupled_loss='exact'")) == 1
 
 
 def test_a_window_at_the_end_of_the_data_is_short(tmp_path: Path) -> None:
     """Eight samples in windows of three micro-batches of two: six, then two."""
     case, model = MODELS["InfoNCE of one's own"], MODELS["InfoNCE of one's own"].build()
-    before = trainable(model)
-    for samples in (case.samples[:6], case.samples[6:]):
-        model.zero_grad()
-        case.full(model, samples).backward()
-        with torch.no_grad():
-            for each in model.parameters():
-                each -= 0.05 * each.grad  # type: ignore[operator]
-    wanted = {name: each - before[name] for name, each in trainable(model).items()}
+    wanted = descend(model, [lambda at=at: case.full(model, case.samples[at]) for at in (slice(6), slice(6, 8))])
     ours = case.train("apply", (2, 3), tmp_path, max_steps=2, learning_rate=0.05)
     assert ours.error(wanted) < TOLERANCE
 
@@ -89,8 +82,8 @@ def test_a_window_at_the_end_of_the_data_is_short(tmp_path: Path) -> None:
 def test_dropout_draws_the_same_masks_in_both_passes(tmp_path: Path, said: Said) -> None:
     case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=lambda: Towers(dropout=0.5))
     trained = case.train("apply", (2, 4), tmp_path)
-    drift = trained.trainer._hf_accum_fix_session.coupled.drift
-    assert float(drift) == 0.0 and not said()
+    drift = trained.trainer._hf_accum_fix_session.coupled.losses["vectors"]
+    assert len(drift) == 9 and {*map(float, drift)} == {1.0} and not said()
 
 
 def test_gradient_checkpointing_clipping_and_lora(tmp_path: Path) -> None:
@@ -125,14 +118,22 @@ def test_sums_of_16_bit_gradients_go_with_it(tmp_path: Path) -> None:
     assert relative(found, reference.change) < 0.15
 
 
+class Leaks(Towers):
+    """A second loss, on the micro-batch's own inputs."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(x, y)["loss"] * (1 + x.square().mean())}
+
+
 REFUSED = {
     "BatchNorm": (lambda: Towers(norm=True), ("one", "other"), "BatchNorm in training mode (one.1)"),
-    "none that is found": (RootOfMean, (), "cut at encoder cannot be run"),
-    "a queue": (Queue, (), "a forward keeps a state, as a queue (['queue'])"),
-    "a loss without vectors": (Bare, (), "no module of which is known, or found"),
+    "none that is found": (models.RootOfMean, (), "cut at encoder cannot be run"),
+    "a queue": (models.Queue, (), "a forward keeps a state, as a queue or a moving average (['queue'])"),
+    "a moving average": (models.Averaged, ("one", "other", "key"), "average (['key.weight', 'key.bias'])"),
+    "what its vectors do not show": (Leaks, ("one", "other"), "gradient is"),
     "no such module": (Towers, ("nobody",), "names 0 modules"),
     "one tower of two": (Towers, ("one",), "cut at one cannot be run"),
-    "what has no vectors": (RootOfMean, ("encoder",), "cut at encoder cannot be run"),
+    "what has no vectors": (models.RootOfMean, ("encoder",), "cut at encoder cannot be run"),
 }
 
 
@@ -150,21 +151,35 @@ def test_what_cannot_be_cut_is_refused_before_the_first_step(name: str, tmp_path
 
 def test_vectors_that_a_function_makes_are_refused_with_the_line_to_write(tmp_path: Path) -> None:
     case = MODELS["mean pooling, padded to the longest"]
-    with pytest.raises(UnsupportedSetupError, match=re.escape("x = self.vectors(x) in forward")):
-        dataclasses.replace(case, make=lambda: Pooled(as_module=False)).train("apply", (2, 4), tmp_path)
+    words = r"no module of which is known, or found.* x = self\.vectors\(x\) in forward"
+    with pytest.raises(UnsupportedSetupError, match=words):
+        dataclasses.replace(case, make=lambda: models.Pooled(as_module=False)).train("apply", (2, 4), tmp_path)
 
 
 class Weighted(Coupled):
-    """Weights of samples, which the loss reads past the vectors; in the first window all the same."""
+    """Weights, which the loss reads past the vectors; from the fifth sample's micro-batch on others."""
+
+    made: Any = staticmethod(lambda weights: weights)
 
     def batch(self, samples: Any) -> dict[str, Any]:
         batch = super().batch(samples)
-        return {**batch, "weights": torch.where(batch["y"][:, 0] == self.samples[4]["y"][0], 3.0, 1.0)}
+        fifth = batch["y"][:, 0] == self.samples[4]["y"][0]
+        return {**batch, "weights": self.made(torch.where(fifth, 3.0, 1.0))}
+
+
+class Numbers(Weighted):
+    """One a micro-batch, on each rank others."""
+
+    made = staticmethod(lambda weights: int(weights.max()) + (dist.get_rank() if dist.is_initialized() else 0))
+
+
+class Lists(Weighted):
+    made = staticmethod(lambda weights: [float(weights.max())])
 
 
 class Weighs(Towers):
-    def forward(self, x: Tensor, y: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        return {"loss": super().forward(x, y)["loss"] * weights.mean()}
+    def forward(self, x: Tensor, y: Tensor, weights: Any) -> dict[str, Tensor]:
+        return {"loss": super().forward(x, y)["loss"] * torch.as_tensor(weights, dtype=x.dtype).mean()}
 
 
 class Ragged(Coupled):
@@ -176,23 +191,30 @@ class Ragged(Coupled):
         return {**batch, "y": batch["y"][:, None].expand(-1, 1 + many, -1)}
 
 
-@pytest.mark.parametrize(("kind", "make"), [(Weighted, Weighs), (Ragged, lambda: Passages())])
+@pytest.mark.parametrize("kind", [Weighted, Numbers, Lists])
+def test_every_micro_batch_is_run_before_the_first_step(kind: Any, tmp_path: Path) -> None:
+    """The trial joins two, which may have the same weight."""
+    case = kind(Weighs, _of_numbers(), options=_OWN)
+    before = trainable(model := case.build())
+    with pytest.raises((ContractError, UnsupportedSetupError), match=r"vary in .*weights|gradient is"):
+        case.train("apply", (2, 4), tmp_path, model=model)
+    assert relative(trainable(model), before) == 0.0
+
+
+KINDS = [(Weighted, Weighs), (Numbers, Weighs), (Lists, Weighs), (Ragged, models.Passages)]
+
+
+@pytest.mark.parametrize(("kind", "make"), KINDS)
 def test_a_later_window_that_is_unlike_the_first_trains_as_without_the_option(
     kind: Any, make: Any, tmp_path: Path, said: Said
 ) -> None:
     """To float64's last bits: the micro-batches are averaged in another order."""
     case = kind(make, _of_numbers())
-    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, 8, 2)]
-    model = case.build()
-    for window, whole in ((batches[:2], True), (batches[2:], False)):
-        parts = [case.batch(case.samples[:4])] if whole else window
-        wanted = torch.autograd.grad(sum(model(**each)["loss"] / len(parts) for each in parts), [*model.parameters()])
-        with torch.no_grad():
-            for each, grad in zip(model.parameters(), wanted, strict=True):
-                each -= 0.05 * grad
+    batches, model = case.batches(2), case.build()
+    windows = ([case.batch(case.samples[:4])], batches[2:])
+    wanted = descend(model, [lambda its=its: sum(model(**each)["loss"] / len(its) for each in its) for its in windows])
     ours = case.train("apply", (2, 2), tmp_path, max_steps=2, learning_rate=0.05)
-    found = trainable(ours.trainer.model)
-    assert relative(found, trainable(model)) < TOLERANCE
+    assert ours.error(wanted) < TOLERANCE
     (warning,) = said()
     assert "(step 2) is unlike those before, and trains as without coupled_loss" in warning
     assert not observations.recorded()[-1]["exact"]
@@ -208,18 +230,6 @@ def test_an_input_that_only_later_varies_is_tried_again(tmp_path: Path, said: Sa
     case = Weighted(Ignores, _of_numbers())
     case.train("apply", (2, 2), tmp_path, max_steps=2, learning_rate=0.05)
     assert not said() and observations.recorded()[-1]["exact"]
-
-
-def test_a_loss_that_samples_reach_past_the_cut_is_refused_by_its_gradient(tmp_path: Path) -> None:
-    """A second loss on the micro-batch's own inputs: the loss cut is another one."""
-
-    class Leaks(Towers):
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-            return {"loss": super().forward(x, y)["loss"] * (1 + x.square().mean())}
-
-    case = dataclasses.replace(MODELS["InfoNCE of one's own"], make=Leaks)
-    with pytest.raises(UnsupportedSetupError, match=r"gradient is .* off"):
-        case.train("apply", (2, 4), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["InfoNCE of one's own", "InfoNCE of one's own, found"])
@@ -261,16 +271,10 @@ def test_the_first_window_that_is_cut_is_tried(tmp_path: Path) -> None:
     case = dataclasses.replace(MODELS["InfoNCE of one's own"], options={"coupled": ("one",)})
     reference = step_along(model := case.build(), case.full(model))
     assert case.train("apply", (8, 1), tmp_path).error(reference.change) < TOLERANCE
-    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, 8, 2)]
-    trained = 0
+    batches, trained = case.batches(2), 0
     with pytest.raises(UnsupportedSetupError, match="cut at one cannot be run"):
-        for steps in (1, 3):
-            of = batches[:1] if steps == 1 else batches[1:]
-            for window in accumulation_windows(of, steps=steps, coupled_loss="exact", **case.options):
-                for batch in window:
-                    with window.micro_batch(model):
-                        window.loss(model, batch).backward()
-                trained += 1
+        for of, steps in ((batches[:1], 1), (batches[1:], 3)):
+            trained += len([*case.loop(model, of, steps)])
     assert trained == 1
 
 
@@ -290,9 +294,6 @@ def test_what_weights_samples_does_not_go_with_it() -> None:
         Options(coupled=("one",))
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------------
-
-
 def _on_a_rank(
     name: str, cut: tuple[int, int], convention: str, folder: str, arguments: dict[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], list[float]]:
@@ -302,19 +303,25 @@ def _on_a_rank(
     return ours.change, ours.losses
 
 
+def _weighted(folder: str) -> str:
+    with pytest.raises(ContractError) as found:
+        Numbers(Weighs, _of_numbers(), options=_OWN).train("apply", (1, 2), Path(folder))
+    return str(found.value)
+
+
+@pytest.mark.slow
+def test_an_input_of_another_value_on_each_rank_is_refused(tmp_path: Path) -> None:
+    assert all("losses, or vectors" in why for why in on_ranks(_weighted, str(tmp_path), patience=60))
+
+
 OTHER_CUTS = [pytest.param(cut, marks=pytest.mark.thorough) for cut in ((4, 1), (1, 4))]
+OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("SigLIP", "InfoNCE of one's own")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [(2, 2), *OTHER_CUTS], ids=lambda cut: "x".join(map(str, cut)))
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CLIP",
-        "supervised contrastive",
-        *[pytest.param(name, marks=pytest.mark.thorough) for name in ("SigLIP", "InfoNCE of one's own")],
-    ],
-)
+# gloo adds no bools.
+@pytest.mark.parametrize("name", ["CLIP", "supervised contrastive", "two classes by a flag", *OTHERS])
 def test_two_ranks_are_the_global_batch(name: str, cut: tuple[int, int], tmp_path: Path) -> None:
     case = MODELS[name]
     reference = step_along(model := case.build(), case.full(model))
@@ -324,15 +331,6 @@ def test_two_ranks_are_the_global_batch(name: str, cut: tuple[int, int], tmp_pat
     assert of_ranks[0][1] == [pytest.approx(reference.loss, rel=1e-6)]
     stock, _ = on_ranks(_on_a_rank, name, cut, "", str(tmp_path))[0]
     assert relative(stock, reference.change) > 0.05
-
-
-@pytest.mark.slow
-def test_flags_as_labels_are_gathered(tmp_path: Path) -> None:
-    """gloo adds no bools."""
-    case = MODELS["two classes by a flag"]
-    reference = step_along(model := case.build(), case.full(model))
-    for change, _ in on_ranks(_on_a_rank, "two classes by a flag", (2, 2), "exact", str(tmp_path)):
-        assert relative(change, reference.change) < TOLERANCE
 
 
 def _fails_on_one(folder: str) -> str:
@@ -371,38 +369,26 @@ def test_each_rank_alone(tmp_path: Path) -> None:
         assert losses == [] or losses == [pytest.approx(reference.loss, rel=1e-6)]
 
 
-# --- elsewhere --------------------------------------------------------------------------------------------------------
-
-
 @splits
 def test_a_loop_of_ones_own(cut: tuple[int, int], said: Said) -> None:
     case = MODELS["supervised contrastive"]
     reference = step_along(model := case.build(), case.full(model))
-    model, (rows, steps) = case.build(), cut
-    before = trainable(model)
-    batches = [case.batch(case.samples[at : at + rows]) for at in range(0, len(case.samples), rows)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for window in accumulation_windows(batches, steps=steps, coupled_loss="exact", **case.options):
-        for batch in window:
-            with window.micro_batch(model):
-                window.loss(model, batch).backward()
+    model = case.build()
+    before, optimizer = trainable(model), torch.optim.SGD(model.parameters(), lr=1.0)
+    for window in case.loop(model, case.batches(cut[0]), cut[1]):
         optimizer.step()
         assert float(window.mean_loss()) == pytest.approx(reference.loss, rel=1e-12)
     # The trial's gradients are none that the check at the optimizer counts.
     assert not said() and observations.recorded()[-1]["exact"]
-    assert (
-        relative({name: each - before[name] for name, each in trainable(model).items()}, reference.change) < TOLERANCE
-    )
+    assert relative(moved(model, before), reference.change) < TOLERANCE
 
 
 def test_a_loop_goes_on_where_collecting_fails(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     """As without this package: the mean over micro-batches."""
     case = MODELS["supervised contrastive"]
-    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, len(case.samples), 2)]
-    reference = case.build()
+    batches, reference = case.batches(2), case.build()
     for batch in batches:
         (reference(**batch)["loss"] / len(batches)).backward()
-
     collect = WholeWindow.collect
 
     def fails(self: WholeWindow, of: Any, forward: Any) -> None:
@@ -413,10 +399,7 @@ def test_a_loop_goes_on_where_collecting_fails(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(WholeWindow, "collect", fails)
     model = case.build()
-    for window in accumulation_windows(batches, steps=len(batches), coupled_loss="exact", **case.options):
-        for batch in window:
-            with window.micro_batch(model):
-                window.loss(model, batch).backward()
+    assert len([*case.loop(model, batches, len(batches))]) == 1
     found, wanted = ({name: each.grad for name, each in m.named_parameters()} for m in (model, reference))
     assert relative(found, wanted) < TOLERANCE and len(said("please report")) == 1
 
@@ -430,21 +413,10 @@ def test_length_balanced_windows(tmp_path: Path) -> None:
 
 
 def test_verify_calls_it_exact_and_names_the_option_without_it(tmp_path: Path) -> None:
-    case = MODELS["InfoNCE of one's own"]
-    found = dict[bool, Any]()
+    case, found, args = MODELS["InfoNCE of one's own"], dict[bool, Any](), training_arguments(tmp_path, 2, 4)
+    given: dict[str, Any] = {"train_dataset": list(case.samples), "data_collator": case.batch}
     for is_on in (True, False):
         with hf_accum_fix.apply(**({"coupled_loss": "exact", **case.options} if is_on else {})):
-            args = training_arguments(tmp_path, 2, 4)
-            trainer = StockRecorder(
-                model=case.build(), args=args, train_dataset=list(case.samples), data_collator=case.batch
-            )
-            found[is_on] = hf_accum_fix.verify(trainer)
+            found[is_on] = hf_accum_fix.verify(StockRecorder(model=case.build(), args=args, **given))
     assert str(found[True]).startswith("exact at your 2 x 4")
     assert "coupled_loss='exact'" in str(found[False])
-
-
-def test_without_the_option_one_warning_names_it(tmp_path: Path, said: Said) -> None:
-    case = MODELS["CLIP"]
-    case.train("apply", (2, 4), tmp_path, options={})
-    (warning,) = said()
-    assert "coupled_loss='exact'" in warning

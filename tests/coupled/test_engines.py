@@ -11,17 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate.utils import gather
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 
-from hf_accum_fix import accumulation_windows
 from hf_accum_fix.coupled import cuts
 from hf_accum_fix.errors import UnsupportedSetupError
 from tests.backends.rows import BACKENDS, Backend
 from tests.backends.trajectory import Trajectory, trained_on
 from tests.coupled.models import MODELS, Towers
-from tests.numerics.parity import StockRecorder, applied, relative, step_along, training_arguments
+from tests.numerics.parity import StockRecorder, applied, moved, relative, step_along, trainable, training_arguments
 from tests.ranks import on_ranks
 
 #: Of one step, whose gradient is a sum of 8 x 8 products in another order.
@@ -90,26 +88,27 @@ def _refused(folder: str) -> str:
     return "trained"
 
 
-def _gathered(each: Tensor, how: str) -> Tensor:
-    """The vectors of both ranks, as losses that know of ranks get them."""
-    if how == "accelerate":
-        others = gather(each.detach())
-        rank = dist.get_rank()
-        return torch.cat([others[: rank * len(each)], each, others[(rank + 1) * len(each) :]])
-    return torch.cat(all_gather(each))
-
-
 class _Gathers(Towers):
-    """A model whose loss gathers over ranks itself."""
+    """As open_clip's loss gathers vectors over ranks: ``how``, its local_loss and its gather_with_grad."""
 
-    how = "torch"
+    how = (False, True)
 
-    def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        one, other = super().vectors(x, y)
-        return _gathered(one, self.how), _gathered(other, self.how)
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        (is_local, with_grad), own, rank = self.how, self.vectors(x, y), dist.get_rank()
+        every = []
+        for each in own:
+            parts = [*all_gather(each)] if with_grad else [torch.zeros_like(each) for _ in range(2)]
+            if not with_grad:
+                dist.all_gather(parts, each)
+                parts[rank] = parts[rank] if is_local else each
+            every.append(torch.cat(parts))
+        one, other = own if is_local else every
+        right = torch.arange(len(one)) + is_local * rank * len(one)
+        pairs = [one @ every[1].T, other @ every[0].T]
+        return {"loss": sum(F.cross_entropy(logits * self.temperature.exp(), right) for logits in pairs)}  # type: ignore[dict-item]
 
 
-class _Columns(_Gathers):
+class _Columns(Towers):
     """One encoder gets all columns in one forward, column by column."""
 
     def vectors(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,70 +116,73 @@ class _Columns(_Gathers):
         return F.normalize(one, dim=-1), F.normalize(other, dim=-1)
 
 
-def _own(kind: type[_Gathers], row: str, convention: str, how: str, named: tuple[str, ...], folder: str) -> Any:
-    """What a rank says, and how far its parameters have moved."""
-    kind.how, backend, case = how, _backend(row, "Sequential"), MODELS["InfoNCE of one's own"]
+HOW = [(False, True), (True, True), (False, False), (True, False)]
+
+
+def _own(
+    make: type[Towers], row: str, convention: str, named: tuple[str, ...], folder: str, cut: tuple[int, int] = (2, 2)
+) -> Any:
+    """How far a rank's parameters have moved, or what it says, and whether it has a gradient."""
+    case = MODELS["InfoNCE of one's own"]
     torch.manual_seed(0)
-    model, said = kind().double(), "trained"
+    model = make().double()
     model.temperature = nn.Parameter(model.temperature.detach()[None])
-    with applied("apply", coupled_loss=convention, coupled=named):
+    with applied("apply" if convention else "stock", coupled_loss=convention, coupled=named):
         try:
-            ours = trained_on(
-                backend,
+            return trained_on(
+                _backend(row, "Sequential"),
                 lambda: model,
-                partial(training_arguments, Path(folder), 2, 2, max_grad_norm=1e30),
+                partial(training_arguments, Path(folder), *cut, max_grad_norm=1e30),
                 partial(StockRecorder, train_dataset=list(case.samples), data_collator=case.batch),
-            )
+            ).change
         except UnsupportedSetupError as error:
-            return str(error), float(model.temperature.grad is not None)
-    return said, ours.change
+            return str(error), model.temperature.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("row", "how"),
-    [
-        pytest.param("ddp", "torch", marks=pytest.mark.slow),
-        pytest.param("ddp", "accelerate", marks=pytest.mark.slow),
-        pytest.param("fsdp2-argument", "torch", marks=pytest.mark.slow),
-    ],
-)
-def test_a_loss_that_gathers_over_ranks_itself_is_refused(row: str, how: str, tmp_path: Path) -> None:
-    for why, moved in on_ranks(_own, _Gathers, row, "exact", how, ("one", "other"), str(tmp_path), patience=60):
-        assert "runs a collective itself" in why and "coupled_loss='rank'" in why and moved == 0.0
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow) for row in ("ddp", "fsdp2-argument")])
+def test_a_loss_that_gathers_over_ranks_itself_is_refused(row: str, tmp_path: Path) -> None:
+    for why, has_gradient in on_ranks(_own, _Gathers, row, "exact", ("one", "other"), str(tmp_path), patience=60):
+        assert "runs a collective itself" in why and "coupled_loss='rank'" in why and not has_gradient
+
+
+def _ways(folder: str) -> list[list[Any]]:
+    """By each of `HOW`: one micro-batch a rank, those of a window, and refused."""
+    found = []
+    for _Gathers.how in HOW:
+        ways = (("", (4, 1)), ("rank", (2, 2)), ("rank", (1, 4)), ("exact", (2, 2)))
+        found.append([_own(_Gathers, "ddp", convention, (), folder, cut) for convention, cut in ways])
+    return found
 
 
 @pytest.mark.slow
-def test_a_loss_that_gathers_over_ranks_itself_is_exact_with_each_ranks_window(tmp_path: Path) -> None:
+def test_open_clips_losses_are_exact_with_each_ranks_window(tmp_path: Path) -> None:
+    """As with one micro-batch a rank: without gradient through what was gathered that is not the global batch's."""
     case = MODELS["InfoNCE of one's own"]
-    model = case.build()
-    reference = step_along(model, case.full(model))
-    for said, change in on_ranks(_own, _Gathers, "ddp", "rank", "torch", ("one", "other"), str(tmp_path), patience=60):
-        change["temperature"] = change["temperature"][0]
-        assert said == "trained" and relative(change, reference.change) < 1e-12
+    reference = step_along(model := case.build(), case.full(model)).change
+    for (_, with_grad), (stock, *ours, (why, _)) in zip(
+        HOW, on_ranks(_ways, str(tmp_path), patience=60)[0], strict=True
+    ):
+        assert all(relative(each, stock) < 1e-12 for each in ours) and "runs a collective itself" in why
+        stock["temperature"] = stock["temperature"][0]
+        assert (relative(stock, reference) < 1e-12) == with_grad
 
 
 @pytest.mark.slow
 def test_shards_are_tried(tmp_path: Path) -> None:
     """By loss and vectors: their gradient is the engine's."""
-    for why, moved in on_ranks(_own, _Columns, "fsdp2-argument", "exact", "", ("one",), str(tmp_path), patience=60):
-        assert "in another order" in why and moved == 0.0
+    for why, has_gradient in on_ranks(_own, _Columns, "fsdp2-argument", "exact", ("one",), str(tmp_path), patience=60):
+        assert "in another order" in why and not has_gradient
 
 
 def test_a_loss_scaler() -> None:
     """Before the optimizer steps it divides by what it has multiplied the loss with."""
     case = MODELS["supervised contrastive"]
     reference = step_along(model := case.build(), case.full(model))
-    batches = [case.batch(case.samples[at : at + 2]) for at in range(0, 8, 2)]
-    model = case.build()
-    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    before = trainable(model := case.build())
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for window in accumulation_windows(batches, steps=4, coupled_loss="exact", **case.options):
-        for batch in window:
-            with window.micro_batch(model):
-                scaler.scale(window.loss(model, batch)).backward()
+    for _ in case.loop(model, case.batches(2), 4, scaler.scale):
         scaler.step(optimizer)
-    change = {name: each.detach() - before[name] for name, each in model.named_parameters()}
-    assert relative(change, reference.change) < 1e-12
+    assert relative(moved(model, before), reference.change) < 1e-12
 
 
 def _run(folder: Path, dropout: float, **given: Any) -> tuple[nn.Module, list[float]]:
@@ -204,8 +206,4 @@ def test_a_run_goes_on_from_a_checkpoint(dropout: float, tmp_path: Path) -> None
     uncut, losses = _run(tmp_path / "uncut", dropout)
     resumed, others = _run(tmp_path / "cut", dropout, checkpoint=str(tmp_path / "uncut" / "checkpoint-1"))
     assert len(losses) == 3 and others == losses
-
-    def weights(model: nn.Module) -> dict[str, Tensor]:
-        return {name: each.detach() for name, each in model.named_parameters()}
-
-    assert relative(weights(resumed), weights(uncut)) == 0.0
+    assert relative(trainable(resumed), trainable(uncut)) == 0.0

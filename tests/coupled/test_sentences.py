@@ -34,46 +34,43 @@ def guided(losses: Any, model: Any) -> Any:
     return losses.GISTEmbedLoss(model, guide)
 
 
-#: By name: what makes the loss of a model.
-LOSSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "MNRL": ("in-batch negatives", lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
-    "MNRL, both ways": (
-        "in-batch negatives",
-        lambda losses, model: losses.MultipleNegativesSymmetricRankingLoss(model),
-    ),
-    "CoSENT": ("order of similarities", lambda losses, model: losses.CoSENTLoss(model)),
-    "AnglE": ("order of similarities", lambda losses, model: losses.AnglELoss(model)),
-    "Matryoshka of MNRL": (
-        "in-batch negatives",
-        lambda losses, model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
-    ),
-    "GIST": ("in-batch negatives", guided),
-}
+def of(name: str, **given: Any) -> Callable[[Any, Any], Any]:
+    return lambda losses, model: getattr(losses, name)(model, **given)
+
+
+MNRL = of("MultipleNegativesRankingLoss")
+
+
+def around(name: str, **given: Any) -> Callable[[Any, Any], Any]:
+    """Matryoshka and its like, of MNRL."""
+    return lambda losses, model: getattr(losses, name)(model, MNRL(losses, model), [16, 8, 4], **given)
 
 
 def triples(negatives: int = 1) -> list[dict[str, Any]]:
     """Pairs with negatives of their own, and a margin to learn."""
     rows = prompts_and_answers()
-    return [
-        {
-            **{"anchor": row["prompt"], "positive": row["good"]},
-            **{f"negative_{k}": rows[(at + k) % len(rows)]["bad"] for k in range(negatives)},
-        }
-        for at, row in enumerate(rows)
-    ]
+    bad = [{f"negative_{k}": rows[(at + k) % len(rows)]["bad"] for k in range(negatives)} for at in range(len(rows))]
+    return [{"anchor": row["prompt"], "positive": row["good"], **its} for row, its in zip(rows, bad, strict=True)]
 
 
 def apart(losses: Any, model: Any) -> Any:
     """Each column has a forward of its own."""
     from sentence_transformers.base.losses.merged_forward import column_merging_disabled
 
-    loss = losses.MultipleNegativesRankingLoss(model)
+    loss = MNRL(losses, model)
     loss.forward = column_merging_disabled()(loss.forward)
     return loss
 
 
-def matryoshka(losses: Any, model: Any, **given: Any) -> Any:
-    return losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8, 4], **given)
+def adapted(losses: Any, model: Any) -> Any:
+    """With LoRA."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules=["query", "value"], init_lora_weights=False)
+    model[0].auto_model = get_peft_model(model[0].auto_model, config)
+    model.double()
+    return MNRL(losses, model)
 
 
 #: Rows that are no `OBJECTIVES`.
@@ -82,37 +79,32 @@ ROWS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "five negatives": lambda: triples(5),
     "margins": lambda: [{**row, "label": 0.1 * at - 0.3} for at, row in enumerate(triples())],
 }
-LOSSES |= {
-    "MNRL with a negative": ("triples", lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
-    "MNRL with five negatives": ("five negatives", lambda losses, model: losses.MultipleNegativesRankingLoss(model)),
+#: By name: the rows, and what makes the loss of a model.
+LOSSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "MNRL": ("in-batch negatives", MNRL),
+    "MNRL, both ways": ("in-batch negatives", of("MultipleNegativesSymmetricRankingLoss")),
+    "CoSENT": ("order of similarities", of("CoSENTLoss")),
+    "AnglE": ("order of similarities", of("AnglELoss")),
+    "Matryoshka of MNRL": ("in-batch negatives", around("MatryoshkaLoss")),
+    "GIST": ("in-batch negatives", guided),
+    "MNRL with a negative": ("triples", MNRL),
+    "MNRL with five negatives": ("five negatives", MNRL),
     "MNRL with a negative, columns apart": ("triples", apart),
-    "Matryoshka with a negative": ("triples", matryoshka),
-    "GOR of three columns": ("triples", lambda losses, model: losses.GlobalOrthogonalRegularizationLoss(model)),
+    "MNRL with a negative, LoRA": ("triples", adapted),
+    "Matryoshka with a negative": ("triples", around("MatryoshkaLoss")),
+    "GOR of three columns": ("triples", of("GlobalOrthogonalRegularizationLoss")),
     "GIST with a negative": ("triples", guided),
 }
 #: Means over samples, which no cut changes.
-PLAIN = {
-    "MarginMSE": ("margins", lambda losses, model: losses.MarginMSELoss(model)),
-    "cosine": ("cosine similarity", lambda losses, model: losses.CosineSimilarityLoss(model)),
-}
+PLAIN = {"MarginMSE": ("margins", of("MarginMSELoss")), "cosine": ("cosine similarity", of("CosineSimilarityLoss"))}
+#: A loss that gathers over ranks itself.
+GATHERS = {"gathers": ("triples", of("MultipleNegativesRankingLoss", gather_across_devices=True))}
 CACHED, DRAWS = "use the loss without Cached in its name", "use MatryoshkaLoss, n_dims_per_step=-1"
 REFUSED: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
-    "Cached": (
-        "triples",
-        lambda losses, model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1),
-        CACHED,
-    ),
-    "CachedGIST": (
-        "in-batch negatives",
-        lambda losses, model: losses.CachedGISTEmbedLoss(model, copy.deepcopy(model)),
-        CACHED,
-    ),
-    "a dimension a step": ("triples", lambda losses, model: matryoshka(losses, model, n_dims_per_step=1), DRAWS),
-    "Matryoshka2d": (
-        "triples",
-        lambda losses, model: losses.Matryoshka2dLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
-        DRAWS,
-    ),
+    "Cached": ("triples", of("CachedMultipleNegativesRankingLoss", mini_batch_size=1), CACHED),
+    "Cached, both ways": ("triples", of("CachedMultipleNegativesSymmetricRankingLoss", mini_batch_size=1), CACHED),
+    "a dimension a step": ("triples", around("MatryoshkaLoss", n_dims_per_step=1), DRAWS),
+    "Matryoshka2d": ("triples", around("Matryoshka2dLoss"), DRAWS),
 }
 
 
@@ -127,8 +119,8 @@ def trained(
     return train(maker(name, cut, folder, **(given or {})), path, **options)
 
 
-def maker(name: str, cut: tuple[int, int], folder: Path, **given: Any) -> Callable[[], Any]:
-    """What makes a trainer of a loss; ``given``: more arguments of its training."""
+def maker(name: str, cut: tuple[int, int], folder: Path, data: Any = None, **given: Any) -> Callable[[], Any]:
+    """What makes a trainer of a loss, of its rows or other ``data``; ``given``: more arguments of its training."""
     import sentence_transformers as st
     from datasets import Dataset
     from sentence_transformers.sentence_transformer import losses
@@ -142,10 +134,9 @@ def maker(name: str, cut: tuple[int, int], folder: Path, **given: Any) -> Callab
         encoder = Transformer(str(folder))
         modules = [encoder, Pooling(encoder.get_embedding_dimension())]
         model = st.SentenceTransformer(modules=modules, device="cpu").double()
-        rows = Dataset.from_list(
-            [dict(row) for row in (ROWS[objective] if objective in ROWS else OBJECTIVES[objective].rows)()]
-        )
-        return st.SentenceTransformerTrainer(model=model, args=args, train_dataset=rows, loss=loss(losses, model))
+        rows = (ROWS[objective] if objective in ROWS else OBJECTIVES[objective].rows)()
+        of_rows = Dataset.from_list([dict(row) for row in rows]) if data is None else data
+        return st.SentenceTransformerTrainer(model=model, args=args, train_dataset=of_rows, loss=loss(losses, model))
 
     return make
 
@@ -161,16 +152,11 @@ def test_every_split_is_the_global_batch(name: str, cut: tuple[int, int], folder
     assert name in PLAIN or trained(name, "stock", cut, folder).error(reference.change) > 0.05
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"prompts": {"anchor": "w1 w2 ", "positive": "w3 ", "negative_0": "w3 "}},
-        {"gradient_checkpointing": True},
-        {"batch_sampler": "no_duplicates"},
-        {"bf16": True},
-    ],
-    ids=lambda given: next(iter(given)),
-)
+PROMPTS = {"prompts": {"anchor": "w1 w2 ", "positive": "w3 ", "negative_0": "w3 "}}
+GIVEN = [PROMPTS, {"gradient_checkpointing": True}, {"batch_sampler": "no_duplicates"}, {"bf16": True}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda given: next(iter(given)))
 def test_as_people_train(given: dict[str, Any], folder: Path, said: Said) -> None:
     """bfloat16 has 8 bits. NO_DUPLICATES shuffles: only what is said is looked at."""
     name = "MNRL with a negative"
@@ -189,21 +175,16 @@ def test_two_data_sets_by_turns(folder: Path, said: Said) -> None:
     from sentence_transformers.sentence_transformer.training_args import MultiDatasetBatchSamplers
 
     name, changes = "MNRL with a negative", []
-    pairs = OBJECTIVES["in-batch negatives"].rows()
-    for sets, path, cut, options in (
-        ({"two": pairs[:4]}, "stock", (4, 1), {}),
-        ({"three": triples()[4:]}, "stock", (4, 1), {}),
-        ({"two": pairs[:4], "three": triples()[4:]}, "apply", (2, 4), {"coupled_loss": "exact"}),
-        ({"two": pairs[:4], "three": triples()[4:]}, "stock", (2, 4), {}),
+    sets = {"two": OBJECTIVES["in-batch negatives"].rows()[:4], "three": triples()[4:]}
+    for names, path, cut, options in (
+        (["two"], "stock", (4, 1), {}),
+        (["three"], "stock", (4, 1), {}),
+        (sets, "apply", (2, 4), {"coupled_loss": "exact"}),
+        (sets, "stock", (2, 4), {}),
     ):
-        make = maker(name, cut, folder, multi_dataset_batch_sampler=MultiDatasetBatchSamplers.ROUND_ROBIN)
-
-        def both(make: Any = make, sets: Any = sets) -> Any:
-            trainer = make()
-            data = DatasetDict({key: Dataset.from_list([dict(row) for row in its]) for key, its in sets.items()})
-            return type(trainer)(model=trainer.model, args=trainer.args, train_dataset=data, loss=trainer.loss)
-
-        changes.append(train(both, path, **options).change)
+        data = DatasetDict({key: Dataset.from_list([dict(row) for row in sets[key]]) for key in names})
+        given = {"multi_dataset_batch_sampler": MultiDatasetBatchSamplers.ROUND_ROBIN}
+        changes.append(train(maker(name, cut, folder, data, **given), path, **options).change)
     two, three, ours, stock = changes
     wanted = {key: (two[key] + three[key]) / 2 for key in two}
     assert relative(ours, wanted) < 1e-9 < 0.05 < relative(stock, wanted) and not said()
@@ -219,15 +200,6 @@ def test_what_is_not_exact_is_refused_before_the_first_step(name: str, folder: P
     assert trainer.state.global_step == 0 and not any(p.grad is not None for p in trainer.model.parameters())
 
 
-#: Losses that gather over ranks themselves.
-GATHERS = {
-    "gathers": (
-        "triples",
-        lambda losses, model: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True),
-    ),
-}
-
-
 def _on_a_rank(name: str, cut: tuple[int, int], folder: str, convention: str = "exact") -> Any:
     try:
         return trained(name, "apply" if convention else "stock", cut, Path(folder), coupled_loss=convention).change
@@ -239,7 +211,7 @@ def _on_a_rank(name: str, cut: tuple[int, int], folder: str, convention: str = "
     ("name", "cut", "convention"),
     [
         *(("MNRL with a negative", cut, "exact") for cut in ((4, 1), (2, 2), (1, 4))),
-        ("GIST with a negative", (2, 2), "exact"),
+        *((name, (2, 2), "exact") for name in ("GIST with a negative", "MNRL with a negative, LoRA")),
         ("gathers", (2, 2), "rank"),
         ("gathers", (2, 2), "exact"),
     ],
