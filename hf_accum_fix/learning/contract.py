@@ -15,6 +15,7 @@ from hf_accum_fix.counting.items import Items
 from hf_accum_fix.counting.reduction import Reduction as Reduction
 from hf_accum_fix.counting.rules import is_near
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.reading.nodes import Floor
 
 #: The reason of a contract that could not be observed yet.
 NO_TARGET_SEEN = "no target was seen yet"
@@ -55,6 +56,7 @@ class TermSpec:
     #: every rule that predicts the count, and the ratio of the count to it; the first is in use.
     rules: Mapping[Items, float] = field(default_factory=dict)
     counted: tuple[float, ...] = (1.0,)  # the count in the observed batch and its parts, on every rank
+    floor: Floor | None = None  # what keeps that count from zero; None: nothing that was seen
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -239,7 +241,8 @@ class LossContract:
     def captures(self) -> Mapping[str, bool]:
         """What `reading.values.capture` keeps of a forward."""
         routers = any(each.how is How.ROUTER for each in self.terms)
-        return {"values": self.groups > 1 or self.added is not None, "routers": routers}
+        values = self.groups > 1 or self.added is not None or any(each.floor for each in self.terms)
+        return {"values": values, "routers": routers}
 
     @property
     def has_router_loss(self) -> bool:
