@@ -199,7 +199,7 @@ class _MicroBatch:
 
     def _unclamped(self, seen: Number, found: Sequence[Term], rule: Items | None, *, known: bool) -> Tensor:
         """The items of a mean that hides their count, as by ``max(n, 1)``: 1 is none by its rule, or by its value."""
-        values = [value for each in found if (value := _value(each, self.values)) is not None]
+        device, values = self.loss.device, [v for each in found if (v := _value(each, self.values)) is not None]
         nothing = (torch.stack(values).sum() if len(values) == len(found) else self.loss) == 0
         # Samples without a target are counted by no rule.
         hides = rule is not None and not rule.marks and rule.entry is None
@@ -207,9 +207,9 @@ class _MicroBatch:
             self.part.changed = f"{found[0].name} divides by 1: it has one target, or none and a divisor of at least 1"
         if rule is not None and rule.has_targets(self.inputs):
             # Labels may be masked once a window was counted.
-            n = rule.count(self.inputs, self.loss.device)
+            n = rule.count(self.inputs, device)
             nothing = (n == 0) | (nothing & (n != 1))
-        return torch.as_tensor(seen, device=self.loss.device) * ~(nothing & (seen == 1))
+        return torch.as_tensor(seen, dtype=count_dtype(device), device=device) * ~(nothing & (seen == 1))
 
 
 def _constant(term: Term, spec: TermSpec) -> float | None:
