@@ -6,6 +6,7 @@ A micro-batch without a target divides by the floor, and counts none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.losses.models import points
 from tests.losses.seen import Points, Seen, bare
 from tests.losses.verdicts import by_trainer
 from tests.numerics.heads import Sample
+from tests.ranks import on_ranks
 from tests.trainings import Case, cells, computing
 
 #: How many of six places are targets, by sample: a micro-batch of none and one of one, at every cut.
@@ -211,7 +213,6 @@ ROWS: list[tuple[str, str, Callable[[Seen], Tensor]]] = [
     ("triplets", "pytorch-metric-learning", triplets),
     ("anchors", "mmdetection", anchors),
     ("sim-mim", "SimMIM", sim_mim),
-    *((f"floor-{name}", "any", kept(floor)) for name, floor in FLOORS.items()),
 ]
 #: A number of Python shows no count.
 HIDDEN = [
@@ -238,12 +239,29 @@ def case_of(name: str, loss: Callable[[Seen], Tensor], samples: Callable[[int], 
     )
 
 
-@cells([*(case_of(name, loss) for name, _, loss in ROWS), case_of("ssd", ssd, matched)])
+EXACT = [*(case_of(name, loss) for name, _, loss in ROWS), case_of("ssd", ssd, matched)]
+EXACT += [replace(case_of(f"floor-{name}", kept(floor)), cuts=((2, 4),)) for name, floor in FLOORS.items()]
+
+
+@cells(EXACT)
 def test_every_split_is_the_full_batch_and_nothing_is_said(case: Case, cut: tuple[int, ...]) -> None:
     ours = by_trainer(case, cut, "apply")
     assert by_trainer(case, cut, "stock").worst > 1e-3
     assert ours.worst <= 1e-9 and ours.log_error <= 1e-4
     assert ours.exact and not ours.said
+
+
+def on_two_ranks(name: str) -> list[tuple[float, bool, int]]:
+    """The worst error, whether it is called exact, and how many warnings there were."""
+    [case] = [each for each in EXACT if each.name == name]
+    ours = by_trainer(case, (1, 4), "apply")
+    return [(ours.worst, bool(ours.exact), len(ours.said))]
+
+
+@pytest.mark.parametrize("name", ["gliner", "cringe", "floor-large"])
+def test_ranks_sum_the_counts_below(name: str) -> None:
+    for [(worst, exact, said)] in on_ranks(on_two_ranks, name):
+        assert worst <= 1e-9 and exact and not said
 
 
 @cells([case_of(name, loss) for name, _, loss in HIDDEN])
