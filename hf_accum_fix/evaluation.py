@@ -90,7 +90,7 @@ def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContr
     if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
         return contract, "the loss has several terms, each a mean over its own items"
     has_mean = contract.reduction in (Reduction.NUMBER, Reduction.MEAN)
-    return contract, "" if has_mean else f"the loss {contract.reduction.words} ({contract.reason})"
+    return contract, "" if has_mean else f"the loss {contract.reduction.value} ({contract.reason})"
 
 
 def _without_filling(trainer: TrainerLike, items: Items, inputs: Mapping[str, Any]) -> dict[str, Any] | None:

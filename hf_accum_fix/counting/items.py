@@ -231,11 +231,6 @@ def as_weight(count: Tensor, dtype: torch.dtype) -> Tensor:
     return count if dtype is torch.float64 else count.float()
 
 
-def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tensor:
-    """``n_mean = N / (G * W)``, 0-dim; N is at least 1, so that a loss over no items stays zero."""
-    return total.clamp(min=1) / (micro_batches * world_size)
-
-
 def scale_mean(loss: Tensor, ratio: Tensor | float, router: Tensor | None = None) -> Tensor:
     """``(loss - router) * ratio + router``, out of place, in the loss's own precision (at least float32).
 

@@ -77,10 +77,6 @@ class Training(Protocol):
         """A count of nothing, 0-dim."""
 
     @property
-    def troubled(self) -> bool:
-        """Whether looking at its loss failed on this rank."""
-
-    @property
     def head(self) -> str:
         """The model's class, for messages."""
 

@@ -13,35 +13,21 @@ import torch
 from hf_accum_fix.counting.items import Items
 from hf_accum_fix.counting.rules import is_near
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.reading.nodes import Floor
 
 #: The reason of a contract that could not be observed yet.
 NO_TARGET_SEEN = "no target was seen yet"
 
 
 class Reduction(str, Enum):
-    """What a loss does with the items of its micro-batch."""
+    """What a loss does with the items of its micro-batch: the predicate of a sentence about it."""
 
-    NUMBER = "number"
-    MEAN = "mean"
-    SUM = "sum"
-    PLAIN = "plain"
-    STOCK = "stock"
-    WINDOW = "window"
-
-    @property
-    def words(self) -> str:
-        """The predicate of a sentence about the loss."""
-        return _PREDICATES[self.value]
-
-
-_PREDICATES = {
-    "number": "divides by num_items_in_batch",
-    "mean": "is the mean over its own items",
-    "sum": "is a sum",
-    "plain": "is averaged over micro-batches",
-    "stock": "stays as the trainer scales it",
-    "window": "is computed over all samples of a step",
-}
+    NUMBER = "divides by num_items_in_batch"
+    MEAN = "is the mean over its own items"
+    SUM = "is a sum"
+    PLAIN = "is averaged over micro-batches"
+    STOCK = "stays as the trainer scales it"
+    WINDOW = "is computed over all samples of a step"
 
 
 class How(str, Enum):
@@ -79,6 +65,7 @@ class TermSpec:
     #: every rule that predicts the count, and the ratio of the count to it; the first is in use.
     rules: Mapping[Items, float] = field(default_factory=dict)
     counted: tuple[float, ...] = (1.0,)  # the count in the observed batch and its parts, on every rank
+    floor: Floor | None = None  # what keeps that count from zero; None: nothing that was seen
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -147,7 +134,7 @@ class LossContract:
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
         counts = self.items is not None or self.reduction in (Reduction.NUMBER, Reduction.MEAN)
         if counts and not isinstance(self.items, Items):
-            words = f"a loss that {self.reduction.words}, with items={self.items!r}"
+            words = f"a loss that {self.reduction.value}, with items={self.items!r}"
             raise ContractError(f"got {words}; expected items=Items(...), such as Items(('labels',))")
 
     def by_rule(self) -> LossContract:
@@ -226,7 +213,8 @@ class LossContract:
     @cached_property
     def captures(self) -> Mapping[str, bool]:
         """What `reading.values.capture` keeps of a forward; empty: nothing."""
-        values, routers = self.groups > 1 or self.added is not None, any(each.how is How.ROUTER for each in self.terms)
+        routers = any(each.how is How.ROUTER for each in self.terms)
+        values = self.groups > 1 or self.added is not None or any(each.floor for each in self.terms)
         return {"values": values, "routers": routers} if values or routers else {}
 
     @property
@@ -274,7 +262,7 @@ class LossContract:
         """Its entries in a report."""
         return {
             "loss": str(self),
-            "reduction": self.reduction.value,
+            "reduction": self.reduction.name.lower(),
             "items": None if self.items is None else str(self.items),
             "router_coefficient": self.router_coefficient,
             "router_z_coefficient": self.router_z_coefficient,
@@ -287,4 +275,4 @@ class LossContract:
         of = f" ({self.items})" if self.items is not None else ""
         router = f", plus {self.router_coefficient:g} x router loss" if self.router_coefficient else ""
         router += f", plus {self.router_z_coefficient:g} x router z-loss" if self.router_z_coefficient else ""
-        return f"{self.reduction.words}{of}{router}"
+        return f"{self.reduction.value}{of}{router}"

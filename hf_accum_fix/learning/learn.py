@@ -268,11 +268,10 @@ def _judge(
 
 
 def _guarded(seen: Sequence[Term], compared: Comparison) -> list[list[float]]:
-    """Counts of the targets of a term, of at least 1, which may be 1 in all looks."""
-    rule = next(listed_targets(compared.whole.batch), None)
-    listed = [] if rule is None else [float(rule.count(batch)) for batch in compared.batches]
-    targets = [each.targets for each in seen] if any(each.targets for each in seen) else []
-    return [[max(n, 1.0) for n in each] for each in (listed, targets) if each]
+    """Counts of a term that may be the same in all looks: of its targets, of at least 1, or none below its floor."""
+    rules = [*listed_targets(compared.whole.batch)][:1]
+    counts = [*([float(rule.count(batch)) for batch in compared.batches] for rule in rules), [t.targets for t in seen]]
+    return [*([max(n, 1.0) for n in each] for each in counts if any(each)), [0.0] * len(seen)]
 
 
 def _judged_number(term: Judged, compared: Comparison) -> Judged:
@@ -285,10 +284,9 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     """`_judge` of a term with factors that differ."""
     whole, values, spec = term.seen[0], term.values, term.spec
     d = [1 / each.product(spec.counts) if all(each.numbers[at] for at in spec.counts) else 0.0 for each in term.seen]
-    if compared.split.apart and not is_near(d[0], d[1] + d[2], 1e-5):
-        # A part without items divides by at least 1.
-        without = [0.0 if n == 1 and each.value == 0 else n for n, each in zip(d, term.seen, strict=True)]
-        d = without if is_near(without[0], without[1] + without[2], 1e-5) else d
+    # A part without items divides by at least 1.
+    without = [0.0 if n == 1 and each.value == 0 else n for n, each in zip(d, term.seen, strict=True)]
+    d = without if compared.split.apart and is_near(without[0], without[1] + without[2], 1e-5) else d
     if compared.are_numbers(d):
         # A mean times items / number.
         return _judged_number(term.but(how=How.NUMBER), compared)
@@ -299,7 +297,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     if whole.by_classes and not any(rule.mix for rule in rules):
         # The classes of this batch may weigh alike.
         rules = {}
-    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d))
+    floors = [each.factors[spec.counts[0]].floor if len(spec.counts) == 1 else None for each in term.seen]
+    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floors[0] if len({*floors}) == 1 else None)
     if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)
@@ -321,7 +320,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return term.but(f"a factor of {whole.name} is neither a count nor a constant", Cause.COUNT)
     if None in values:
         return mean.but("two of its terms have the same value, so the log cannot separate them", Cause.LOG)
-    if not _adds_up([(v or 0.0) * n if n else 0.0 for v, n in zip(values, d, strict=True)], compared.tolerance):
+    divisors = [n if by is None else max(n + by[0], by[1]) for n, by in zip(d, floors, strict=True)]
+    if not _adds_up([(v or 0.0) * n if n else 0.0 for v, n in zip(values, divisors, strict=True)], compared.tolerance):
         words, cause = (_PADDED, Cause.PADDING) if compared.split.pads and rules else (COUPLED, Cause.COUPLED)
         return mean.but(_REST if whole.added and whole.value is None else words, cause)
     if whole.sorts:

@@ -177,7 +177,7 @@ def look(
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(found.detach())
-    terms = without_nothing(read(found, captured.routers, deep=True))
+    terms = without_nothing(read(found, captured.routers, captured.values, deep=True))
     terms = _filled([_as_numbers(each, captured, batch) for each in terms], total)
     return Look(batch, number, total, found.dtype, terms, before.drew())
 
@@ -251,7 +251,7 @@ def _as_numbers(term: Term, captured: Captured, batch: Mapping[str, Any]) -> Ter
             weighs=any(map(_has_weights, _below(leaf))),
             layered=not term.readable and _holds_layers(leaf),
         )
-        return found if kept is None else replace(found, value=float(kept) * found.product(range(found.above)))
+        return found if kept is None else replace(found, value=float(kept) * term.product(range(found.above)))
 
 
 def _filled(terms: list[Term], loss: float) -> list[Term]:

@@ -1,8 +1,7 @@
 """The overrides of the Trainer's methods.
 
 Each is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, by the patch on the Trainer class and by
-`GlobalBatchMixin` through ``super()``; ``wrapped`` is the bound original. If both are active, the inner call passes
-through.
+`GlobalBatchMixin`; ``wrapped`` is the bound original. If both are active, the inner call passes through.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Session(Host):
             source.passes_number = False
         elif given is not None and not source.passes_number and source.func is None:
             raise ContractError(
-                f"got a contract by which the loss {given.reduction.words}, but {self.head} gets no "
+                f"got a contract by which the loss {given.reduction.value}, but {self.head} gets no "
                 "num_items_in_batch; expected Reduction.MEAN, or set model_accepts_loss_kwargs = True"
             )
 

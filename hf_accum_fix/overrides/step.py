@@ -145,7 +145,8 @@ def compute_loss(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kw
         return _base_loss(session, *args, **kwargs)
     result = wrapped(*args, **kwargs)
     loss = result[0] if isinstance(result, tuple) else result
-    if session.window is not None and not session.troubled and isinstance(loss, Tensor) and loss.requires_grad:
+    counts = session.window is not None and not session.state.told.troubled
+    if counts and isinstance(loss, Tensor) and loss.requires_grad:
         session.not_exact("second loss", "computes a loss with gradient outside Trainer.training_step, unweighted")
     return result
 
@@ -349,7 +350,7 @@ def check_step(session: Session, optimizer: Optimizer, *_: Any) -> None:
     if window is not None and (window.value is not None or not window.batches):
         _close_unfinished(session)
     elif (
-        not session.troubled
+        not session.state.told.troubled
         and session.steps * session.world.size > 1
         and any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
     ):

@@ -63,7 +63,12 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     """What a training replaces while it runs; each function gets session and original first."""
     trainer, accelerator = session.trainer, session.trainer.accelerator
     yield trainer, "get_train_dataloader", get_train_dataloader
-    yield sys.modules[Trainer.__module__], "skip_first_batches", _skip
+    # Resumed inside of what wraps a dataloader.
+    yield (
+        sys.modules[Trainer.__module__],
+        "skip_first_batches",
+        lambda _, *args, **kw: skip_first_batches(*args, **kw),
+    )
     if release_counts_windows():
         yield trainer, "get_batch_samples", counted
     yield accelerator, "backward", backward
@@ -71,11 +76,6 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     yield trainer, "log", _log
     if session.context_parallel:
         yield trainer, CUTS, _not_cut_again
-
-
-def _skip(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Resume inside of what wraps a dataloader."""
-    return skip_first_batches(original, *args, **kwargs)
 
 
 def _not_cut_again(session: Session, original: Original, model: nn.Module, inputs: Any) -> Any:

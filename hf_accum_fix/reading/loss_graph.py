@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_accum_fix.counting.items import Items
 from hf_accum_fix.reading import nodes
 from hf_accum_fix.reading.nodes import Edge, Factor, NotSavedError, live_edges, on_host, shape_of
+from hf_accum_fix.reading.values import Values
 
 #: Most terms of a loss that is read.
 _MOST_TERMS = 4096
@@ -93,12 +94,13 @@ class Term:
         return (self.name, self.readable, *[(each.divides, each.node is not None) for each in self.factors])
 
 
-def read(loss: Tensor, stops: Collection[Any] = (), *, deep: bool = False) -> list[Term]:
+def read(loss: Tensor, stops: Collection[Any] = (), values: Values | None = None, *, deep: bool = False) -> list[Term]:
     """The terms of a loss; empty: it has no gradient.
 
     Args:
         loss: of one element.
         stops: nodes that are terms whatever is below them, such as a router loss.
+        values: captured of its forward, with the counts below clamps.
         deep: also look for factors inside a sum, which unpacks tensors that autograd has saved.
     """
     if loss.grad_fn is None:
@@ -107,7 +109,7 @@ def read(loss: Tensor, stops: Collection[Any] = (), *, deep: bool = False) -> li
     # Under a dispatch mode Python numbers that autograd has wrapped cannot be read.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
-            terms = read(loss, stops, deep=deep)
+            terms = read(loss, stops, values, deep=deep)
             return [replace(each, factors=tuple(map(nodes.as_number, each.factors))) for each in terms]
     whole: _Way = (loss.grad_fn, (), 0, False)
     pending, found = [((loss.grad_fn, loss.output_nr), whole)], list[Term]()
@@ -135,7 +137,7 @@ def read(loss: Tensor, stops: Collection[Any] = (), *, deep: bool = False) -> li
                 pending.append((edge, (edge[0], below, len(below), added) if splits else (top, below, above, added)))
     if len(found) > _MOST_TERMS:
         return [Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)]
-    return found
+    return found if values is None else [replace(t, factors=tuple(map(values.below, t.factors))) for t in found]
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:

@@ -40,6 +40,8 @@ _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 
 #: A node, and the index of its input.
 Edge: TypeAlias = "tuple[Any, int]"
+#: What keeps a count from zero, (more, least): a loss divides by max(count + more, least).
+Floor: TypeAlias = "tuple[Any, Any]"
 
 
 class NotSavedError(Exception):
@@ -50,11 +52,14 @@ class Factor(NamedTuple):
     """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
 
     ``node``: the product or quotient with a learnt number, a function of parameters; None: it has no gradient.
+    ``floor``, ``below``: what made it of a count, and the count; None: unknown.
     """
 
     value: Tensor | float
     divides: bool = False
     node: Any = None
+    floor: Floor | None = None
+    below: Any = None
 
     @property
     def learnt(self) -> bool:
@@ -62,7 +67,9 @@ class Factor(NamedTuple):
         return self.node is not None
 
     def alone(self) -> Factor:
-        """As a Python number, without its node."""
+        """As a Python number, without its node; the count below its floor, if there is one."""
+        if self.floor is not None:
+            return Factor(float(self.below), self.divides, None, (float(self.floor[0]), float(self.floor[1])))
         value = self.value.detach() if isinstance(self.value, Tensor) else self.value
         return Factor(float(value), self.divides, self.learnt or None)
 

@@ -1,12 +1,12 @@
-"""Capture, in the forward of a loss, the values of its terms and the nodes of its router losses.
+"""Capture, in the forward of a loss, the values of its terms, counts below a floor, and the nodes of its router losses.
 
-autograd keeps neither: a torch function returned the value of a term, the model returned a router loss.
+autograd keeps none of them: torch functions returned the value and took the count, the model returned a router loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,30 +14,75 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_accum_fix.reading.nodes import Factor, Floor
+
+#: Torch functions that keep a count from zero, that make a constant, and that pass a number on.
+_FLOORS = ["clamp", "clamp_min", "clip", "maximum", "max", "where", "masked_fill", "add", "radd"]
+_MAKES = ["tensor", "new_tensor", "scalar_tensor", "ones", "new_ones", "ones_like", "full", "new_full", "full_like"]
+_CASTS = ["to", "float", "double", "type", "type_as"]
+
 
 class Values(TorchFunctionMode):
     """Inside a ``with`` block, keep every single number with a gradient that a torch function returns.
 
-    This runs no operation. A number that is changed in place afterwards is forgotten.
+    Of one without, the count that it was made of, if a floor did. What is changed in place afterwards is forgotten.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[Any, tuple[Tensor, int]] = {}
+        #: by place in memory a number, its version, and the count and the floor that made it; without both: a constant.
+        self._made: dict[Any, tuple[Tensor, int, Tensor | None, Floor | None]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Before the count is changed in place.
+        made = self._made_of(getattr(func, "__name__", "").strip("_"), args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         # Without gradient, a view that was changed in place has no node to ask for.
         if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None and out.numel() == 1:
             self._kept[out.grad_fn] = (out, out._version)
+        elif made is not None and (place := _place(out)) is not None:
+            self._made[place] = (out, out._version, *made)
         return out
+
+    def _made_of(self, name: str, args: Any, kwargs: Any) -> tuple[Tensor | None, Floor | None] | None:
+        """The count that a torch function takes, and its floor; neither: it makes a constant; None: it does no such."""
+        if name in _CASTS and args and (known := self._made.get(_place(args[0]))) is not None:
+            return known[2:]
+        given = (*args, *kwargs.values()) if name in _FLOORS and "max" not in kwargs else ()
+        ranks = sorted(
+            (self._rank(each), at) for at, each in enumerate(given) if getattr(each, "dtype", None) is not torch.bool
+        )
+        if len(ranks) != 2 or not 0 < ranks[0][0] < ranks[1][0] > 1:
+            return (None, None) if name in _MAKES else None
+        by, count = (given[at] for _, at in ranks)
+        return count.clone(), (by, 0.0) if "add" in name else (0.0, by)
+
+    def _rank(self, given: Any) -> int:
+        """3: a count; 2: a constant, which may be one; 1: a number of Python, which is none; 0: anything else."""
+        if (place := _place(given)) is None:
+            return int(isinstance(given, (int, float)) and given != 0)
+        return 2 if place in self._made and self._made[place][2] is None else 3
+
+    def below(self, factor: Factor) -> Factor:
+        """A factor with the count that it was made of, and the floor, where both are known."""
+        made = self._made.get(_place(factor.value)) if factor.divides else None
+        return factor if made is None or made[0]._version != made[1] else factor._replace(floor=made[3], below=made[2])
 
     def of(self, node: Any) -> Tensor | None:
         """What a node returned, without its graph; None: unknown, or changed since."""
         kept, version = self._kept.get(node, (None, 0))
         return None if kept is None or kept._version != version else kept.detach().reshape(())
+
+
+def _place(value: Any) -> tuple[int, int] | None:
+    """Where a number without gradient is in memory: autograd may save another tensor. None: nowhere, as in vmap."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not (value.requires_grad or value.is_inference()):
+        with suppress(RuntimeError):
+            return value.untyped_storage()._cdata, int(value.storage_offset())
+    return None
 
 
 @dataclass

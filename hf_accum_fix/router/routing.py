@@ -37,7 +37,7 @@ def count_routing(
     if router.form is None or not router.form.settled:
         recognise = partial(router.recognise_among, window=batches, items=contract.items, device=device)
         seen, error = _by_forwards(host, router, batches, error, recognise, Form(settled=False))
-        forms, troubled = zip(*host.all_of((seen, host.troubled), error), strict=True)
+        forms, troubled = zip(*host.all_of((seen, host.state.told.troubled), error), strict=True)
         if any(troubled):
             raise StandAsideError
         router.form = one_form(forms)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_accum_fix.counting.items import Items, ZeroWeightBatch, as_weight, count_dtype, mean_item_count
+from hf_accum_fix.counting.items import Items, ZeroWeightBatch, as_weight, count_dtype
 from hf_accum_fix.learning.contract import LossContract, Reduction, TermSpec
-from hf_accum_fix.reading.nodes import on_host
+from hf_accum_fix.reading.nodes import Floor, on_host
 
 #: A Python number, or a tensor of one element on the device.
 Number = Tensor | float
@@ -45,11 +45,9 @@ class Part:
     mixed: bool = field(default=False, init=False)  # one had other terms
     #: of each micro-batch, by the place of a `TermSpec`.
     counts: dict[int, list[Count]] = field(default_factory=dict, init=False)
+    means: dict[int, Tensor] = field(default_factory=dict, init=False)  # as `mean_of` has found, by place
     #: the first micro-batch's constant factor of each term.
     constants: dict[int, float] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self.micro_batches = max(self.micro_batches, 1)
 
     @cached_property
     def is_whole(self) -> bool:
@@ -73,26 +71,24 @@ class Part:
 
     @cached_property
     def mean(self) -> Tensor:
-        """n_mean of the rule in use, 0-dim."""
-        return mean_item_count(self.total, self.micro_batches, self.world_size)
+        """n_mean = N / (G W) of the rule in use, 0-dim; N is at least 1, so that a loss over no items stays zero."""
+        return self.total.clamp(min=1) / (self.micro_batches * self.world_size)
 
     @cached_property
     def number(self) -> Tensor:
         """num_items_in_batch for a loss that needs one: N / W, rounded up; it is multiplied by number / n_mean."""
         return (self.mean * self.micro_batches).ceil().long() if self.contract.hands_number else self.mean
 
-    @cached_property
-    def means(self) -> dict[Items | int, Tensor]:
-        """n_mean times `remaining_divisor`, by rule and place as ``totals``."""
-        found, left = dict[Items | int, Tensor](), self.remaining_divisor
-        for key, n in self.totals.items():
-            if isinstance(key, Items):
-                mean = self.mean if n is self.total else mean_item_count(n, self.micro_batches, self.world_size)
-                mean = mean if left == 1 else mean * left
-            else:
-                mean = torch.where(n == 0, 1.0, n) / (self.engine_divisor * self.world_size)
-            found[key] = as_weight(mean, self.contract.dtype)
-        return found
+    def mean_of(self, place: int, spec: TermSpec, rule: Items | None) -> Tensor:
+        """n_mean of a term times `remaining_divisor`, as forwards have counted it or by ``rule``; None: as observed."""
+        if place not in self.means:
+            as_observed = (spec.counted[0] or 1.0) * self.micro_batches * self.world_size
+            by_rule = torch.full_like(self.total, as_observed) if rule is None else self.totals[rule] * spec.ratio
+            n = self.totals.get(place, by_rule)
+            self.means[place] = as_weight(
+                kept(n, spec.floor) / (self.engine_divisor * self.world_size), self.contract.dtype
+            )
+        return self.means[place]
 
     def scale_of(
         self, inputs: Mapping[str, Any], items: Mapping[Items | int, Tensor] | None, *, own_loss: bool = False
@@ -150,7 +146,8 @@ class Part:
         place = next(iter(self.counts))
         counts, spec = self.divisors(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
         # A copy of a micro-batch may have other targets than were counted; one that has other terms is none of these.
-        planned = self.own.get(place, scaled(self.own.get(spec.rule), spec.ratio))
+        by_rule = self.own.get(spec.rule)
+        planned = self.own.get(place, None if by_rule is None else by_rule * spec.ratio)
         if planned is None or len(self.counts[place]) < self.micro_batches:
             return counts
         return torch.stack([counts[0], planned])
@@ -175,9 +172,9 @@ class Part:
         return torch.stack([stacked(each, dtype, self.device) for each in counts])
 
 
-def scaled(count: Tensor | None, ratio: float) -> Tensor | None:
-    """The count of a term, by that of its rule."""
-    return count if count is None or ratio == 1.0 else count * ratio
+def kept(count: Tensor, floor: Floor | None) -> Tensor:
+    """What a loss divides by that counts so many; one over no items is weighted as one over a single item."""
+    return torch.where(count == 0, 1.0, count) if floor is None else (count + floor[0]).clamp(min=floor[1])
 
 
 def stacked(numbers: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from hf_accum_fix.learning.contract import How, TermSpec
 from hf_accum_fix.reading.loss_graph import Term, read, without_nothing
 from hf_accum_fix.reading.nodes import has_several_outputs, is_parameter, on_host
 from hf_accum_fix.reading.values import Captured, Values
-from hf_accum_fix.weighing.part import Number, Part, differ, scaled
+from hf_accum_fix.weighing.part import Number, Part, differ, kept
 
 
 class Weighed(NamedTuple):
@@ -50,7 +50,7 @@ def weigh(
     contract, left, counts = part.contract, part.remaining_divisor, not isinstance(inputs, ZeroWeightBatch)
     if part.is_whole and counts:
         return _ready(loss, left, part)
-    terms = without_nothing(read(loss, captured.routers, deep=contract.deep))
+    terms = without_nothing(read(loss, captured.routers, captured.values, deep=contract.deep))
     matched = _matched(terms, contract.terms)
     if matched is None and terms and all(term.is_nothing for term in terms):
         # As in `logits.sum() * 0`, where there is no target.
@@ -62,8 +62,7 @@ def weigh(
         # What divides by the number of the global batch itself is added up.
         adds = contract.custom and any(each.how is How.NUMBER for each in contract.terms)
         return _ready(loss, left / part.micro_batches if adds else left, part)
-    alone = len(terms) == 1 and contract.added is None
-    micro_batch = _MicroBatch(loss, part, inputs, items, captured.values, alone, counts)
+    micro_batch = _MicroBatch(loss, part, inputs, items, captured.values, counts)
     weights = [each for place, one in enumerate(matched or ()) for each in micro_batch.weights(place, *one)]
     if not weights:
         return _ready(loss, math.inf, part)
@@ -76,11 +75,7 @@ def _ready(loss: Tensor, weight: Number, part: Part) -> Weighed:
     """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
     value = weighed.detach().reshape(()) if weighed.ndim else weighed.detach()
-    return Weighed(weighed, _logged(_settled(value, weight == math.inf), part))
-
-
-def _logged(value: Tensor, part: Part) -> Tensor:
-    return value if part.engine_divisor == 1 else value / part.engine_divisor
+    return Weighed(weighed, _settled(value, weight == math.inf) / part.engine_divisor)
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
@@ -112,37 +107,32 @@ class _Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """The loss of one micro-batch, as its terms are weighted; ``alone``: it has one; ``counts``: False: nothing."""
+    """The loss of one micro-batch, as its terms are weighted; ``counts``: False: nothing."""
 
     loss: Tensor
     part: Part
     inputs: Mapping[str, Any]
     items: Mapping[Items | int, Tensor]
     values: Values | None
-    alone: bool
     counts: bool
 
     def weights(self, place: int, spec: TermSpec, found: Sequence[Term]) -> list[_Weight]:
-        """Of a term, or its rows (``found``), so that its sum over micro-batches, averaged over ranks, is exact.
-
-        ``place``: of its `TermSpec`.
-        """
+        """Of a `TermSpec`'s term, or its rows, so that the sum over micro-batches, averaged over ranks, is exact."""
         part, counts = self.part, self.counts
         if spec.how is How.MEAN:
             # What this micro-batch adds to N: as much as the observed batch, where nothing counts it.
             rule = spec.rule if spec.rule is not None or part.is_corrected else part.contract.items
-            items = self.items.get(place, None if rule is None else scaled(self.items[rule], spec.ratio))
-            planned = spec.counted[0] if items is None else items if counts else 0.0
+            items = self.items.get(place, None if rule is None else self.items[rule] * spec.ratio)
+            planned: Number = spec.counted[0] or 1.0 if items is None else items if counts else 0.0
             if not found:
                 part.note(place, 0.0, planned)
                 return []
-            seen, divisor = self._of_mean(spec, found, rule, items)
+            seen, divisor = self._of_mean(spec, found, rule, planned, known=items is not None)
             part.note(place, seen if counts else 0.0, planned)
-            n_mean = part.means.get(place, None if rule is None else scaled(part.means[rule], spec.ratio))
-            mean: Number = spec.counted[0] * part.remaining_divisor if n_mean is None else n_mean
             # Without a correction at the end, weights have to use the planned counts.
-            count = divisor if part.is_corrected else spec.counted[0] if items is None else items
-            divisor = mean / count if isinstance(count, Tensor) or count else math.inf
+            count = planned if spec.floor is None or items is None else kept(items, spec.floor)
+            count = divisor if part.is_corrected else count
+            divisor = part.mean_of(place, spec, rule) / count if isinstance(count, Tensor) or count else math.inf
             if part.contract.groups > 1 and differ(*part.counts[place][0]):
                 # One number cannot correct several terms: the first micro-batch decides whether the rule fits.
                 divisor = part.remaining_divisor
@@ -151,7 +141,7 @@ class _MicroBatch:
                 part.changed = f"{spec.shape[0]} is a part of the loss in some of its micro-batches only"
             return []
         else:
-            divisor = self._of_other(spec, found[0])
+            divisor = self._of_other(place, spec, found[0])
         divisor = divisor / _product(found[0], spec.own) if spec.own else divisor
         if not counts:
             divisor = math.inf if spec.how in (How.MEAN, How.NUMBER, How.SUM) else divisor
@@ -163,7 +153,7 @@ class _MicroBatch:
             part.note_constant(-1 - place, f"{found[0].name} is", float(value))
         return [_Weight(each, divisor, spec.group) for each in found]
 
-    def _of_other(self, spec: TermSpec, term: Term) -> Number:
+    def _of_other(self, place: int, spec: TermSpec, term: Term) -> Number:
         """What to divide a term by that is no mean over its own items."""
         part, counted = self.part, _product(term, spec.counts)
         weight: Number = part.remaining_divisor
@@ -171,8 +161,7 @@ class _MicroBatch:
             # Already divided by the items of the global batch; only the engine's mean over ranks follows.
             weight = weight / part.micro_batches
         elif spec.how is How.NUMBER:
-            assert part.contract.items is not None
-            weight = part.means[part.contract.items] / counted
+            weight = part.mean_of(place, spec, part.contract.items) / counted
         elif spec.how is How.SUM:
             weight = weight / (part.micro_batches * part.world_size)
         counted_by = spec.rule if spec.how is How.ROUTER and self.counts else None
@@ -182,27 +171,25 @@ class _MicroBatch:
         return weight
 
     def _of_mean(
-        self, spec: TermSpec, found: Sequence[Term], rule: Items | None, items: Tensor | None
+        self, spec: TermSpec, found: Sequence[Term], rule: Items | None, planned: Number, *, known: bool
     ) -> tuple[Number, Number]:
-        """The items that a mean has seen, and what it divides by, by its graph."""
-        term, planned = found[0], spec.counted[0] if items is None else items
+        """The items that a mean has seen, and what it divides by, by its graph; ``known``: it was counted before."""
+        term = found[0]
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         divisor = _product(term, spec.counts) if spec.counts else planned
         if not is_function:
             if rule is None and self.counts and on_host(divisor) and math.isnan(divisor):
                 self.part.changed = f"what divides {term.name} is nan"
             # A divisor that is itself a mean over no items.
-            if isinstance(divisor, Tensor):
-                divisor = divisor.nan_to_num(0.0) if divisor.is_floating_point() else divisor
-            elif math.isnan(divisor):
-                divisor = 0.0
+            hidden = 0.0 if not isinstance(divisor, Tensor) and math.isnan(divisor) else divisor
+            divisor = divisor.nan_to_num(0.0) if isinstance(divisor, Tensor) else hidden
         # 16 bits round the count.
         seen = planned if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
-        if rule is not None and rule.entry is not None:
-            # Heads with lists of targets divide by at least 1.
-            seen = seen if float(rule.count(self.inputs)) else 0.0
-        elif not is_function and spec.counts:
-            seen = self._clamped(seen, found, planned, rule, spec.ratio, known=items is not None)
+        below = None if spec.floor is None else term.factors[spec.counts[0]].below
+        if below is not None and not differ(kept(below, spec.floor), divisor):
+            seen = planned if below.dtype.itemsize < 4 else below.to(count_dtype(below.device)).reshape(())
+        elif spec.counts and (not is_function or (rule is not None and rule.entry is not None)):
+            seen = self._unclamped(seen, found, rule, known=known)
         if term.rows and self.counts and differ(seen, planned):
             self.part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
@@ -211,37 +198,19 @@ class _MicroBatch:
                 _keep_finite(each, divisor, self.part)
         return seen, divisor
 
-    def _clamped(
-        self, seen: Number, found: Sequence[Term], planned: Number, rule: Items | None, ratio: float, *, known: bool
-    ) -> Tensor:
-        """The items of a custom mean, whose divisor of at least 1 counts none where it is 1.
-
-        ``rule``: has planned them, ``ratio`` for each that it counts; ``known``: they were counted, by a rule or by
-        forwards.
-        """
-        term, device = found[0], self.loss.device
-        values = [each for each in (_value(each, self.values) for each in found) if each is not None]
-        has_value = len(values) == len(found)
-        nothing, doubt = (torch.stack(values).sum() if has_value else self.loss) == 0, False
-        is_one = on_host(nothing) and on_host(seen) and float(seen) == 1
-        if rule is not None:
-            of_rule = torch.as_tensor(planned, device=device)
-            if is_one:
-                if rule.has_targets(self.inputs):
-                    # Labels may be masked once a window was counted.
-                    of_rule = rule.count(self.inputs) * ratio
-                # Samples without a target are counted by no rule.
-                doubt = bool(nothing) if not rule.marks else not (has_value or bool(of_rule) or bool(nothing))
-            nothing = (of_rule == 0) | (nothing & (of_rule != 1))
-        elif is_one:
-            # Unless the value tells; a loss that was changed in place has lost that.
-            is_lost = not (has_value or (self.alone and not term.added)) and len(found) == 1
-            doubt = is_lost or not (known or bool(nothing))
-        if doubt:
-            self.part.changed = f"{term.name} divides by 1: it has one target, or none and a divisor of at least 1"
-        dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(device)
-        seen = torch.as_tensor(seen, dtype=dtype, device=device)
-        return seen * ~(nothing & (seen == 1))
+    def _unclamped(self, seen: Number, found: Sequence[Term], rule: Items | None, *, known: bool) -> Tensor:
+        """The items of a mean that hides their count, as by ``max(n, 1)``: 1 is none by its rule, or by its value."""
+        device, values = self.loss.device, [v for each in found if (v := _value(each, self.values)) is not None]
+        nothing = (torch.stack(values).sum() if len(values) == len(found) else self.loss) == 0
+        # Samples without a target are counted by no rule.
+        hides = rule is not None and not rule.marks and rule.entry is None
+        if on_host(nothing) and on_host(seen) and float(seen) == 1 and (hides if bool(nothing) else not known):
+            self.part.changed = f"{found[0].name} divides by 1: it has one target, or none and a divisor of at least 1"
+        if rule is not None and rule.has_targets(self.inputs):
+            # Labels may be masked once a window was counted.
+            n = rule.count(self.inputs, device)
+            nothing = (n == 0) | (nothing & (n != 1))
+        return torch.as_tensor(seen, dtype=count_dtype(device), device=device) * ~(nothing & (seen == 1))
 
 
 def _constant(term: Term, spec: TermSpec) -> float | None:
@@ -321,7 +290,7 @@ def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, par
         of_blank = next(iter(blank.values())) if len(blank) == 1 else part.remaining_divisor
         of_rest = base if added else of_blank
         total = total + _settled(rest / _cast(of_rest, rest), of_rest == math.inf)
-    return Weighed(loss / _cast(base, loss), _logged(total, part))
+    return Weighed(loss / _cast(base, loss), total / part.engine_divisor)
 
 
 def _is_shared(node: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -83,9 +82,9 @@ def count_window(
         contract = contract if contract.custom and contract.by_number else contract.averaged("its labels differ")
     n: dict[Items | int, Tensor] = {**dict(zip(rules, items, strict=False))} or {Items(): host.zero}
     corrects = state.loss.takes_correction() or (host.world.data_ranks == 1 and host.corrects_alone)
-    corrects = corrects and not is_deepspeed(host.accelerator)
+    corrects, steps = corrects and not is_deepspeed(host.accelerator), max(len(batches), 1)
     own: dict[Items | int | None, Tensor] = {**dict(zip(rules, totals, strict=True))}
-    part = Part(contract, n, len(batches), host.world.data_ranks, corrects, engine_divisor(host.accelerator), own)
+    part = Part(contract, n, steps, host.world.data_ranks, corrects, engine_divisor(host.accelerator), own)
     counted = Counted(part, each, None if number is None else items[-1])
     # On several ranks the others wait for this one until they hear of it, in the next window.
     plan, instead = partial(_by_term, host, counted, batches, routing), counted if several else None
@@ -116,8 +115,7 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
     mappings = (batch for batch in batches if isinstance(batch, Mapping))
     held = {str(key) for batch in mappings for key, value in batch.items() if value is not None}
     for name in (name for rule in given.rules for name in rule.names if held and name not in held):
-        close = get_close_matches(name, held)
-        known = ", ".join(map(repr, (*close, *sorted(held - {*close}))))
+        known = ", ".join(map(repr, sorted(held)))
         raise ContractError(
             f"got a contract that counts by {name!r}, which no micro-batch of the first window has; expected one of "
             f"{known}; change the contract, or add it in the collator"

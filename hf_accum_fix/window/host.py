@@ -64,11 +64,6 @@ class Host(ABC):
         """The model's class, for messages."""
 
     @property
-    def troubled(self) -> bool:
-        """Whether looking at its loss failed on this rank."""
-        return self.state.told.troubled
-
-    @property
     def where(self) -> str:
         """The open window, for messages."""
         return f"window {self.state.opened}"

@@ -79,9 +79,8 @@ class LoopHost(Host):
         self.state.loss.contract = plain
         self.router.forget()
         self.coupled = None
-        part = Part(
-            plain, {Items(): self.zero}, len(batches), self.world.data_ranks, False, engine_divisor(self.accelerator)
-        )
+        steps, ranks = max(len(batches), 1), self.world.data_ranks
+        part = Part(plain, {Items(): self.zero}, steps, ranks, False, engine_divisor(self.accelerator))
         return Window(self, list(batches), part, [{} for _ in batches])
 
     def refresh_loss_source(self, batches: Sequence[Batch]) -> None:
@@ -93,7 +92,7 @@ class LoopHost(Host):
         self.source.passes_number = wants if given is None else given.by_number
         if given is not None and self.source.passes_number and not wants:
             raise ContractError(
-                f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
+                f"got a contract by which the loss {given.reduction.value}, but {self.head} takes no "
                 "num_items_in_batch; expected Reduction.MEAN"
             )
 

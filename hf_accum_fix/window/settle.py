@@ -123,7 +123,7 @@ def check_alike(host: Host, batches: Sequence[Any], error: Exception | None) -> 
     labels = {key for batch in batches if isinstance(batch, Mapping) for key in batch if "label" in key}
     held = f"{len(batches)} micro-batches with {sorted(labels) or 'no labels'}" if batches else None
     loss = host.state.loss
-    mine = (len(batches), bool(labels), held, loss.reconsiders, host.troubled, loss.labels, loss.mixed)
+    mine = (len(batches), bool(labels), held, loss.reconsiders, host.state.told.troubled, loss.labels, loss.mixed)
     lengths, labelled, found, changed, troubled, observed, mixed = zip(*host.all_of(mine, error), strict=True)
     if any(troubled):
         raise StandAsideError

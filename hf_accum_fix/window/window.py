@@ -18,11 +18,11 @@ from hf_accum_fix.counting.items import Counts, count_by_rules, scale_mean
 from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import is_told
 from hf_accum_fix.errors import AccumFixError, StandAsideError
-from hf_accum_fix.learning.contract import Reduction
+from hf_accum_fix.learning.contract import How, Reduction
 from hf_accum_fix.learning.look import is_of_forward
 from hf_accum_fix.reading.values import Captured
 from hf_accum_fix.router.router_loss import weighted_router_loss
-from hf_accum_fix.weighing.part import Part
+from hf_accum_fix.weighing.part import Part, kept
 from hf_accum_fix.weighing.weigh import Weighed, weigh
 from hf_accum_fix.window.count import count_window
 from hf_accum_fix.window.host import Host
@@ -145,13 +145,10 @@ class Window:
         # The other ranks wait for a rank without counts.
         sums = torch.stack([host.zero, host.zero]) if counts is None else counts
         sums = host.summed(sums) if several else sums
-        # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
-        if not host.readable:
-            seen, predicted = sums
-            return torch.where(seen == 0, 1.0, torch.where(predicted == 0, 1.0, predicted) / seen)
-        seen, predicted = sums.tolist()
-        times = (predicted or 1.0) / seen if seen else 1.0
-        return None if abs(times - 1) <= 1e-12 else times
+        floor = next((each.floor for each in self.part.contract.terms if each.how is How.MEAN), None)
+        seen, predicted = kept(sums, floor)
+        times: Tensor = predicted / seen
+        return times if not host.readable else None if abs(times - 1) <= 1e-12 else float(times)
 
 
 def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> Window:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_accum_fix.counting.items import Items, count_by_rules, mean_item_count, sample_count, scale_mean
+from hf_accum_fix.counting.items import Items, count_by_rules, sample_count, scale_mean
 from hf_accum_fix.counting.rules import is_padded, matching_rules, targets_padding, ways_of_counting
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.learning.contract import LossContract, Reduction
@@ -254,7 +254,7 @@ def test_plain_averaging_of_shares_is_the_mean_over_all_items(ranks: list[list[t
     summed = sum(s for rank in ranks for n, s in rank if n)
     averaged = 0.0
     for rank in ranks:
-        mean = mean_item_count(torch.tensor(float(total), dtype=torch.float64), len(rank), len(ranks))
+        mean = torch.tensor(max(total, 1.0), dtype=torch.float64) / (len(rank) * len(ranks))
         for n, s in rank:
             by_number = torch.tensor(s if n else 0.0, dtype=torch.float64) / mean
             own_mean = torch.tensor(s / n if n else 0.0, dtype=torch.float64)

@@ -385,7 +385,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a loss of one's own without its model": (
         lambda: of_one().loss(squares, {"x": torch.ones(1)}), SeamError, "where its model is known"),
     "a contract that counts what no batch has": (
-        count_what_no_batch_has, ContractError, "no micro-batch of the first window has; expected one of 'labels', "),
+        count_what_no_batch_has, ContractError, "no micro-batch of the first window has; expected one of "),
     "a number for a model that takes none": (number_for_none, ContractError, "takes no num_items_in_batch"),
     "mean_loss before a loss": (lambda: of_one().mean_loss(), SeamError, "after 0 of 1 micro-batches"),
     "batches that are no mappings": (lambda: of_one((torch.ones(1),)), ContractError, "expected a dict"),
