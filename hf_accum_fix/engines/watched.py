@@ -20,8 +20,8 @@ from hf_accum_fix.upstream.protocols import AcceleratorLike
 logger = logging.getLogger("hf_accum_fix")
 
 PARAMETERS: Final = 8
-#: Packages whose hooks are not the user's.
-_ENGINES: Final = ("hf_accum_fix", "torch", "accelerate", "deepspeed")
+#: Modules whose hooks are not the user's.
+_ENGINES: Final = ("hf_accum_fix.", "torch.distributed.", "accelerate.", "deepspeed.")
 #: One megabyte in float64.
 ELEMENTS: Final = 2**17
 
@@ -179,12 +179,11 @@ def plain(tensor: Any) -> Tensor:
 
 def own_hooks(parameter: Tensor) -> list[Any]:
     """The hooks on its gradient but for those of this package and of engines."""
-    return [each for each in (parameter._backward_hooks or {}).values() if _package_of(each) not in _ENGINES]
+    return [each for each in (parameter._backward_hooks or {}).values() if not _module_of(each).startswith(_ENGINES)]
 
 
-def _package_of(hook: Any) -> str:
-    function = getattr(hook, "func", hook)
-    return (getattr(function, "__module__", None) or "").partition(".")[0]
+def _module_of(hook: Any) -> str:
+    return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
 @torch.no_grad()
