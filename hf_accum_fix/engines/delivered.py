@@ -98,24 +98,22 @@ class Steps:
                 )
                 self.say(host, "weights change", words, found, "weights change within a window")
 
-    def end(self, host: Training) -> None:
-        """After the last backward: note what no optimizer has held so far."""
-        without = {key for key in self._own.keys() - self._held if self._own[key][1].grad is not None}
-        if without and without <= self._lost:
-            host.state.note_inexact()
-            without = set()
-        self._left = [(*each, *_largest(each[1])) for key, each in self._own.items() if key in without]
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Before an optimizer steps: note what it holds."""
+    def stepped(self, host: Training, optimizer: Optimizer) -> None:
+        """Before an optimizer steps: note what it holds, and after the last backward what none has held so far."""
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._held |= held
         if self._begun < self._of:
             # Inside the backward it is found by `Reached`.
             outside = torch._C._current_graph_task_id() == -1
             self._stepped = self._begun if outside and not held.isdisjoint(self._own) else -1
-        elif self._left:
-            self._moves = self._moves or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
+            return
+        without = {key for key in self._own.keys() - self._held if self._own[key][1].grad is not None}
+        if without and without <= self._lost:
+            host.state.note_inexact()
+            without = set()
+        if not self._left:
+            self._left = [(*each, *_largest(each[1])) for key, each in self._own.items() if key in without]
+        self._moves = self._moves or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
 
     def conclude(self, host: Training) -> None:
         """When all optimizers have stepped after a window: name what none has moved."""
@@ -157,7 +155,7 @@ def _at(parameter: Tensor, place: Tensor) -> Tensor:
 
 
 def _norms(parameters: dict[int, Named]) -> list[Tensor]:
-    return [*torch._foreach_norm([plain(each.detach()) for _, each in parameters.values()])]
+    return [*torch._foreach_norm([plain(each.detach()) for _, each in parameters.values()])] if parameters else []
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
@@ -183,7 +181,7 @@ class Delivery:
         package = (getattr(function, "__module__", None) or "").partition(".")[0]
         if host.state.opened > 1 or is_deepspeed(engine) or package == "accelerate" or not loss.requires_grad:
             return
-        scaler = getattr(engine, "scaler", None)
+        scaler = None if engine is None else engine.scaler
         expected = (1.0 if scaler is None else scaler.get_scale()) / engine_divisor(engine, **kwargs)
 
         def heard(gradient: Tensor) -> None:
@@ -231,7 +229,6 @@ class Delivery:
 
         ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
         """
-        host.contained(_ASKING, partial(self.steps.end, host), None)
         if self.reached.idle or (verdict := self.reached.close(host, times)) is None:
             return
         host.note(**self.reached.facts())

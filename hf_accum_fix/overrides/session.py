@@ -78,11 +78,9 @@ class Session(Host):
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)
         args, ranks, shards = trainer.args, facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
-        super().__init__(
-            options,
-            World(args.process_index, args.world_size, ranks, shards, args.device, is_cut(trainer.accelerator)),
-            has_stock=True,
-        )
+        cut = is_cut(trainer.accelerator)
+        world = World(args.process_index, args.world_size, ranks, shards, args.device, cut)
+        super().__init__(options, world, has_stock=True)
         self.name, self.trainer, self.accelerator = type(trainer).__name__, trainer, trainer.accelerator
         self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
 
@@ -246,6 +244,7 @@ class Session(Host):
             return
         source.func, source.scales_itself = func, facts_of.scales_itself(trainer)
         source.owns_labels = func is not None or trainer.label_smoother is not None
+        source.counts_items = facts_of.counts_itself(trainer)
         source.computed_by, self.state.loss, self.router.form = computed_by, LossState(), None
         source.passes_number = accepts and of_model.takes_number(trainer.model_wrapped)
         required = source.passes_number and of_model.requires_number(trainer.model_wrapped)

@@ -21,7 +21,6 @@ from hf_accum_fix.engines.engine import engine_divisor, is_being_made, set_last_
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
-from hf_accum_fix.overrides.trainer_facts import counts_itself
 from hf_accum_fix.reading.values import Captured
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_in_loop
@@ -73,19 +72,18 @@ def _number_of(session: Session, number: Any, *, is_own: bool = False) -> Any:
     window.stock_number = of_all.long() if averages and of_all is not None and not is_own else number
     custom, divides = part.contract.custom, session.source.passes_number or session.source.func is not None
     # Other ranks may not know of a number that a custom ``get_batch_samples`` has returned.
-    may_count = divides and not custom and not (several and is_own)
-    if may_count and of_all is not None and differ(of_all, total) and (is_own or counts_itself(trainer)):
-        own, n = float(of_all), float(total)
-        words = f"counts {own:g} items of a window that has {n:g}, by which its model divides in stock"
-        session.not_exact("own number", words)
+    may_count = divides and not custom and (session.source.counts_items if not is_own else not several)
+    if may_count and of_all is not None and differ(of_all, total):
+        words = f"counts {float(of_all):g} items of a window that has {float(total):g}"
+        session.not_exact("own number", f"{words}, by which its model divides in stock")
         session.state.aside, session.window = True, None
         return _number_of(session, number, is_own=is_own)
     if is_own or of_all is None or not (part.contract.by_number if custom else part.contract.items is not None):
         return number
     if custom and part.is_whole:
         if differ(of_all, total):
-            n, upstreams = float(total), float(of_all)
-            session.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
+            words = f"its loss has {float(total):g} items, and num_items_in_batch counts {float(of_all):g}"
+            session.report_inexact(words)
         return number
     # If it is unknown whether a custom loss multiplies by W: where tokens are averaged across devices.
     multiplies = averages if part.contract.takes_world_size is None else part.contract.takes_world_size
@@ -234,7 +232,7 @@ class MicroBatch:
             )
         # Without a number a model returns its own mean.
         passed = (given if contract.custom else part.number) if contract.hands_number else None
-        if part.is_whole and counts_itself(session.trainer):
+        if part.is_whole and session.source.counts_items:
             passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
         if loss.requires_grad or contract.items is None or not torch.is_grad_enabled():
@@ -335,7 +333,7 @@ def check_step(session: Session, optimizer: Optimizer, *_: Any) -> None:
     Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
     """
     window = session.window
-    session.contained("asking an optimizer", partial(session.delivery.steps.stepped, optimizer), None)
+    session.contained("asking an optimizer", partial(session.delivery.steps.stepped, session, optimizer), None)
     # DeepSpeed and layerwise optimizers step inside a micro-batch, and DeepSpeed as it makes 16-bit optimizer states.
     if session.base_loss is not None or session.state.aside or is_being_made(session.trainer.accelerator):
         return

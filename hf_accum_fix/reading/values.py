@@ -58,6 +58,9 @@ class Values(TorchFunctionMode):
         if len(ranks) != 2 or not 0 < ranks[0][0] < ranks[1][0] > 1:
             return (None, None) if name in _MAKES else None
         by, count = (given[at] for _, at in ranks)
+        # A larger one is part of the count.
+        if "add" in name and not (isinstance(by, (int, float)) and abs(by) < 1e-2):
+            return None
         return count.clone(), (by, 0.0) if "add" in name else (0.0, by)
 
     def _rank(self, given: Any) -> int:

@@ -39,6 +39,8 @@ class StateLike(Protocol):
 class AcceleratorLike(Protocol):
     """``accelerate.Accelerator``."""
 
+    scaler: Any
+
     @property
     def device(self) -> Any: ...
 

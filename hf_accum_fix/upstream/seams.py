@@ -179,6 +179,7 @@ _ROWS: Final = (
     Attribute(ACCELERATOR, "maybe_context_parallel", "attend over all ranks of a sample", since="1.10.0"),
     Attribute(ACCELERATOR, "autocast", "run a forward as training does"),
     Attribute(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
+    Attribute(ACCELERATOR, "scaler", "read a loss scale", seen="object"),
     Attribute(ACCELERATOR, "dataloader_config", "switch dispatching off", seen="object", since="0.28.0"),
     Attribute(ACCELERATOR, "ddp_handler", "refuse a static graph before torch 2.5", seen="object"),
     Attribute(ACCELERATOR, "has_lomo_optimizer", "refuse LOMO", seen="object", since="0.30.0"),

@@ -147,7 +147,7 @@ class Part:
         counts, spec = self.divisors(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
         # A copy of a micro-batch may have other targets than were counted; one that has other terms is none of these.
         by_rule = self.own.get(spec.rule)
-        planned = self.own.get(place, None if by_rule is None else by_rule * spec.ratio)
+        planned = self.own.get(place, None if by_rule is None else scaled(by_rule, spec.ratio))
         if planned is None or len(self.counts[place]) < self.micro_batches:
             return counts
         return torch.stack([counts[0], planned])
@@ -172,8 +172,15 @@ class Part:
         return torch.stack([stacked(each, dtype, self.device) for each in counts])
 
 
-def kept(count: Tensor, floor: Floor | None) -> Tensor:
+def scaled(count: Tensor, ratio: float) -> Tensor:
+    """A count by a rule, times its ratio."""
+    return count if ratio == 1.0 else count * ratio
+
+
+def kept(count: Any, floor: Floor | None) -> Any:
     """What a loss divides by that counts so many; one over no items is weighted as one over a single item."""
+    if not isinstance(count, Tensor):
+        return count or 1.0 if floor is None else max(count + float(floor[0]), float(floor[1]))
     return torch.where(count == 0, 1.0, count) if floor is None else (count + floor[0]).clamp(min=floor[1])
 
 

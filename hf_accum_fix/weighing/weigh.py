@@ -24,7 +24,7 @@ from hf_accum_fix.learning.contract import How, TermSpec
 from hf_accum_fix.reading.loss_graph import Term, read, without_nothing
 from hf_accum_fix.reading.nodes import has_several_outputs, is_parameter, on_host
 from hf_accum_fix.reading.values import Captured, Values
-from hf_accum_fix.weighing.part import Number, Part, differ, kept
+from hf_accum_fix.weighing.part import Number, Part, differ, kept, scaled
 
 
 class Weighed(NamedTuple):
@@ -75,7 +75,8 @@ def _ready(loss: Tensor, weight: Number, part: Part) -> Weighed:
     """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
     value = weighed.detach().reshape(()) if weighed.ndim else weighed.detach()
-    return Weighed(weighed, _settled(value, weight == math.inf) / part.engine_divisor)
+    value = _settled(value, weight == math.inf)
+    return Weighed(weighed, value if part.engine_divisor == 1 else value / part.engine_divisor)
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
@@ -122,7 +123,7 @@ class _MicroBatch:
         if spec.how is How.MEAN:
             # What this micro-batch adds to N: as much as the observed batch, where nothing counts it.
             rule = spec.rule if spec.rule is not None or part.is_corrected else part.contract.items
-            items = self.items.get(place, None if rule is None else self.items[rule] * spec.ratio)
+            items = self.items.get(place, None if rule is None else scaled(self.items[rule], spec.ratio))
             planned: Number = spec.counted[0] or 1.0 if items is None else items if counts else 0.0
             if not found:
                 part.note(place, 0.0, planned)

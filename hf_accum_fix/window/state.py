@@ -85,6 +85,7 @@ class LossSource:
     passes_number: bool = False  # the model gets num_items_in_batch
     requires_number: bool = False  # it cannot do without it
     scales_itself: bool = False  # the trainer declares that it divides its loss by the accumulation steps
+    counts_items: bool = False  # the trainer counts the items of a window in its own way
     func: Callable[..., Any] | None = None  # the trainer's ``compute_loss_func``; None: it has none
     owns_labels: bool = False  # the trainer computes the loss from the labels, which the model does not get
     computed_by: tuple[Any, ...] = ()  # what computed it when it was observed

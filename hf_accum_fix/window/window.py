@@ -146,9 +146,9 @@ class Window:
         sums = torch.stack([host.zero, host.zero]) if counts is None else counts
         sums = host.summed(sums) if several else sums
         floor = next((each.floor for each in self.part.contract.terms if each.how is How.MEAN), None)
-        seen, predicted = kept(sums, floor)
-        times: Tensor = predicted / seen
-        return times if not host.readable else None if abs(times - 1) <= 1e-12 else float(times)
+        seen, predicted = (kept(each, floor) for each in (sums.tolist() if host.readable else sums))
+        times: Tensor | float = predicted / seen
+        return None if not isinstance(times, Tensor) and abs(times - 1) <= 1e-12 else times
 
 
 def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> Window:
