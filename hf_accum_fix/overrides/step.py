@@ -82,8 +82,7 @@ def _number_of(session: Session, number: Any, *, is_own: bool = False) -> Any:
         return number
     if custom and part.is_whole:
         if differ(of_all, total):
-            words = f"its loss has {float(total):g} items, and num_items_in_batch counts {float(of_all):g}"
-            session.report_inexact(words)
+            session.report_inexact(f"its loss has {float(total):g} items, num_items_in_batch counts {float(of_all):g}")
         return number
     # If it is unknown whether a custom loss multiplies by W: where tokens are averaged across devices.
     multiplies = averages if part.contract.takes_world_size is None else part.contract.takes_world_size
