@@ -30,6 +30,7 @@ def asked(how: str, *orders: str, under: tuple[str, ...] = ()) -> dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 def test_applied_after_each() -> None:
     found = asked("apply", *SINGLE)
     assert max(found.values()) < 1e-12, found

@@ -150,6 +150,7 @@ def faults_of_ranks(output: str) -> list[str]:
     return [each for its in every for each in its]
 
 
+@pytest.mark.slow
 def test_a_check_of_the_engine_that_fails_on_one_rank_holds_up_no_other(tmp_path: Path) -> None:
     for rows in on_ranks(checked, str(tmp_path), timeout=120, patience=30):
         right, *failing = [words for _, words in rows]
@@ -171,6 +172,7 @@ def checked(output: str) -> list[tuple[float, str]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_rank_that_ran_out_of_memory_stops_the_other(tmp_path: Path) -> None:
     """Outside of a forward, too: the other has stopped, and would be waited for."""
     first, second = on_ranks(out_of_memory_on_the_second, str(tmp_path), timeout=60, patience=30)

@@ -258,6 +258,7 @@ def on_two_ranks(name: str) -> list[tuple[float, bool, int]]:
     return [(ours.worst, bool(ours.exact), len(ours.said))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gliner", "cringe", "floor-large"])
 def test_ranks_sum_the_counts_below(name: str) -> None:
     for [(worst, exact, said)] in on_ranks(on_two_ranks, name):
