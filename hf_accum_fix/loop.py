@@ -264,7 +264,7 @@ class AccumulationWindows:
             window = AccumulationWindow(host, fetched)
             try:
                 # torch calls this before every optimizer step.
-                with register_optimizer_step_pre_hook(lambda each, *_: host.delivery.steps.stepped(host, each)):
+                with register_optimizer_step_pre_hook(partial(host.delivery.ask, host.delivery.steps.stepped, host)):
                     yield window
             finally:
                 host.delivery.gradient.drop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -29,7 +29,6 @@ from hf_accum_fix.options import Options
 
 logger = logging.getLogger("hf_accum_fix")
 
-_ASKING: Final = "asking an optimizer"
 #: Names in a message.
 _NAMES: Final = 3
 #: What swapping a weight out and back in may leave of rounding, relative, in epsilons.
@@ -56,6 +55,7 @@ class Steps:
         #: Those with a gradient that none has held, and where it is largest the element of each.
         self._left: list[tuple[str, Tensor, Tensor, Tensor]] = []
         self._versions, self._norms = list[int](), list[Tensor]()
+        self._waiting: dict[int, int] = {}  # versions at a window's end of what no optimizer has held, by id
         self._number = self._begun = self._of = self._stepped = 0
         self._moves = False  # an optimizer has stepped since, at a rate that is not zero
 
@@ -98,7 +98,11 @@ class Steps:
                 )
                 self.say(host, "weights change", words, found, "weights change within a window")
 
-    def stepped(self, host: Training, optimizer: Optimizer) -> None:
+    def end(self, _: Training) -> None:
+        """After the last backward: note the versions of what no optimizer has held so far; no operation."""
+        self._waiting = {key: each._version for key, (_, each) in self._own.items() if key not in self._held}
+
+    def stepped(self, host: Training, optimizer: Optimizer, *_: Any) -> None:
         """Before an optimizer steps: note what it holds, and after the last backward what none has held so far."""
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._held |= held
@@ -107,7 +111,9 @@ class Steps:
             outside = torch._C._current_graph_task_id() == -1
             self._stepped = self._begun if outside and not held.isdisjoint(self._own) else -1
             return
-        without = {key for key in self._own.keys() - self._held if self._own[key][1].grad is not None}
+        # What was written to since, a callback has moved.
+        waiting = ((key, version, self._own[key][1]) for key, version in self._waiting.items() if key not in self._held)
+        without = {key for key, version, each in waiting if each.grad is not None and each._version == version}
         if without and without <= self._lost:
             host.state.note_inexact()
             without = set()
@@ -118,7 +124,7 @@ class Steps:
     def conclude(self, host: Training) -> None:
         """When all optimizers have stepped after a window: name what none has moved."""
         left = [each for each in self._left if self._moves and id(each[1]) not in self._held]
-        own, self._own, self._left, self._moves = self._own, {}, [], False
+        own, self._own, self._waiting, self._left, self._moves = self._own, {}, {}, [], False
         if lost := [(name, each) for name, each, place, before in left if bool(_at(each, place) == before)]:
             none = self._held.isdisjoint(own)
             what = "none of the model's parameters" if none else f"no {_names(lost)}, which got a gradient"
@@ -173,7 +179,19 @@ class Delivery:
 
     def __init__(self, options: Options) -> None:
         self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached(options.prove_every)
-        self.steps = Steps(self.reached)
+        self.steps, self._failed = Steps(self.reached), False
+
+    def ask(self, act: Callable[..., None], host: Training, *given: Any, **more: Any) -> None:
+        """Run a part of the check of who steps; one that fails ends that check alone, and the report says so."""
+        if self._failed:
+            return
+        try:
+            act(host, *given, **more)
+        except Exception as error:
+            self._failed = True
+            logger.debug("asking who steps failed", exc_info=error)
+            self.reached.unasked = f"; who steps is not checked: {type(error).__name__}: {error}"
+            host.note(**self.reached.facts())
 
     def listen(self, host: Training, backward: Any, loss: Tensor, **kwargs: Any) -> None:
         """In the first window: warn if an ``accelerator.backward`` that was replaced hands on a multiple of a loss."""
@@ -199,8 +217,7 @@ class Delivery:
     ) -> AbstractContextManager[None]:
         """Around micro-batch number ``begun``: add gradients in the chosen dtype; warn once of what 16 bits lose."""
         steps, first = self.steps, begun == 1
-        asked = partial(steps.begin, host, model, micro_batches) if first else partial(steps.go_on, host, begun)
-        host.contained(_ASKING, asked, None)
+        self.ask(*(steps.begin, host, model, micro_batches) if first else (steps.go_on, host, begun))
         if self.gradient.idle and self.reached.idle and not (first or begun >= micro_batches):
             return nullcontext()
         return self._watched(host, model, micro_batches, begun)
@@ -217,7 +234,7 @@ class Delivery:
         ):
             yield
         if first is not last:
-            host.contained(_ASKING, partial(self.steps.weigh, host), None)
+            self.ask(self.steps.weigh, host)
         if unknown and gradient.lost is not None:
             host.note(lost_in_16_bits=gradient.lost)
             if gradient.matters:
@@ -229,6 +246,7 @@ class Delivery:
 
         ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.
         """
+        self.ask(self.steps.end, host)
         if self.reached.idle or (verdict := self.reached.close(host, times)) is None:
             return
         host.note(**self.reached.facts())

@@ -76,11 +76,12 @@ class Reached:
     Attributes:
         verdict: the last one, or the first that is wrong, for report(); None: there was none.
         idle: no later window is checked.
+        unasked: why who steps the parameters is not known, in words; empty: it is.
     """
 
     def __init__(self, every: int = 0) -> None:
         self.verdict: Delivered | None = None
-        self.idle = False
+        self.idle, self.unasked = False, ""
         self._every, self._window, self._decided = every, 0, False
         self._watched: list[Watched] = []
         self._found: Delivered | None = None
@@ -170,7 +171,8 @@ class Reached:
         if self.verdict is None:
             return {}
         why = {"reason": self.verdict.reason} if self.verdict.wrong else {}
-        return {"reached_optimizer": self.verdict.words, "reached_optimizer_error": self.verdict.error, **why}
+        words = self.verdict.words + self.unasked
+        return {"reached_optimizer": words, "reached_optimizer_error": self.verdict.error, **why}
 
 
 def unsuitable(ranks: Training) -> str:

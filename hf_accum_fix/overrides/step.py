@@ -308,8 +308,7 @@ def backward(session: Session, original: Original, *args: Any, **kwargs: Any) ->
         if session.is_split:
             session.not_exact("second backward", "calls accelerator.backward outside Trainer.training_step")
     if session.state.opened == 1:
-        heard = partial(session.delivery.listen, session, original, *args, **kwargs)
-        session.contained("asking a backward", heard, None)
+        session.delivery.ask(session.delivery.listen, session, original, *args, **kwargs)
     return original(*args, **kwargs)
 
 
@@ -332,7 +331,7 @@ def check_step(session: Session, optimizer: Optimizer, *_: Any) -> None:
     Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
     """
     window = session.window
-    session.contained("asking an optimizer", partial(session.delivery.steps.stepped, session, optimizer), None)
+    session.delivery.ask(session.delivery.steps.stepped, session, optimizer)
     # DeepSpeed and layerwise optimizers step inside a micro-batch, and DeepSpeed as it makes 16-bit optimizer states.
     if session.base_loss is not None or session.state.aside or is_being_made(session.trainer.accelerator):
         return

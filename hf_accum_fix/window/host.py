@@ -254,7 +254,7 @@ class Host(ABC):
     def read(self) -> None:
         """Warn of what was found on the device since the last call; waits for it."""
         state = self.state
-        self.delivery.steps.conclude(self)
+        self.delivery.ask(self.delivery.steps.conclude, self)
         if windows := int(state.unread):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
+from hf_accum_fix.engines import delivered
 from hf_accum_fix.verification.report import Kind
 from tests.backends.trajectory import HEADS
 from tests.logged import Said
@@ -412,6 +413,16 @@ def test_nor_in_a_loop(name: str, said: Said) -> None:
 def test_one_window_is_enough(name: str, tmp_path: Path, said: Said) -> None:
     trained(WRONG[name], tmp_path, steps=1)
     assert not last_run()["exact"] and last_run()["inexact_windows"] == 1 and len(said(WRONG[name].words)) == 1
+
+
+@pytest.mark.parametrize("part", ["begin", "go_on", "weigh", "stepped", "conclude"])
+def test_what_fails_ends_that_check_alone(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(delivered.Steps, part, fails)
+    trained(Shape(), tmp_path)
+    assert last_run()["exact"] and "is not checked: RuntimeError: on purpose" in last_run()["reached_optimizer"]
 
 
 # --- inside the backward ----------------------------------------------------------------------------------------------
