@@ -1279,10 +1279,6 @@ SCALED = [
     # What cannot be read is taken as it is declared.
     scaled("reentrant", EXACT, checkpointed(True)),
     scaled("fused", EXACT, by_function(models.Fused)),
-    # Declared, and another: the graph shows it.
-    scaled("both", EITHER, both),
-    scaled("rows", EITHER, of_samples),
-    scaled("max", INEXACT, greater),
 ]
 
 
