@@ -58,10 +58,11 @@ class Values(TorchFunctionMode):
         if len(ranks) != 2 or not 0 < ranks[0][0] < ranks[1][0] > 1:
             return (None, None) if name in _MAKES else None
         by, count = (given[at] for _, at in ranks)
-        # A larger one is part of the count.
+        # A larger one is part of the count; one that rounding drops keeps nothing but zero from it.
         if "add" in name and not (isinstance(by, (int, float)) and abs(by) < 1e-2):
             return None
-        return count.clone(), (by, 0.0) if "add" in name else (0.0, by)
+        eps = torch.finfo(count.dtype if count.is_floating_point() else torch.get_default_dtype()).eps
+        return count.clone(), (by, 0.0) if "add" in name and abs(by) > eps else (0.0, by)
 
     def _rank(self, given: Any) -> int:
         """3: a count; 2: a constant, which may be one; 1: a number of Python, which is none; 0: anything else."""
