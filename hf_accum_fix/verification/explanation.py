@@ -183,7 +183,7 @@ def _traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[obje
     problem = getattr(getattr(model, "config", None), "problem_type", None)
     reads_text = getattr(model, "main_input_name", "") == "input_ids"
     return {
-        reduction.value: True,
+        reduction.name.lower(): True,
         "declares": bool(getattr(trainer, "model_accepts_loss_kwargs", False)),
         "own-loss": getattr(trainer, "compute_loss_func", None) is not None,
         "smoothing": trainer.label_smoother is not None,
