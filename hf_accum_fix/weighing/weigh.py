@@ -187,7 +187,9 @@ class _MicroBatch:
         # 16 bits round the count.
         seen = planned if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
         below = None if spec.floor is None else term.factors[spec.counts[0]].below
-        if below is not None and not differ(kept(below, spec.floor), divisor):
+        if below is not None:
+            if differ(kept(below, spec.floor), divisor):
+                self.part.changed = f"{term.name} divides by another function of its count than in the observed batch"
             seen = planned if below.dtype.itemsize < 4 else below.to(count_dtype(below.device)).reshape(())
         elif spec.counts and (not is_function or (rule is not None and rule.entry is not None)):
             seen = self._unclamped(seen, found, rule, known=known)

@@ -271,6 +271,24 @@ def test_a_hidden_count_is_never_silent_and_no_worse_than_stock(case: Case, cut:
     assert not ours.silent(1e-9) and ours.worst <= 1.05 * stock.worst + 1e-9
 
 
+def weighted(number: int, weight: float = 1.0) -> list[Sample]:
+    return [{**its, "scores": (its["labels"] > 0).double() * weight} for its in window(number)]
+
+
+def by_weights(s: Seen) -> Tensor:
+    total = s.batch["scores"].sum()
+    return (errors(s) * s.batch["scores"]).sum() / torch.where(total > 0, total, 1.0)
+
+
+@pytest.mark.parametrize("cut", [(2, 4), (1, 8)])
+def test_weights_that_add_up_to_less_than_1_in_a_window_that_no_look_sees(cut: tuple[int, int]) -> None:
+    """A clamp would divide them by 1; `where` does not, and what was taken for a floor is none."""
+    windows = [*(weighted(number % 3) for number in range(11)), weighted(2, 1e-3)]
+    ours = by_trainer(replace(case_of("fading", by_weights), windows=windows), cut, "apply")
+    assert max(ours.errors[:-1]) <= 1e-9 and ours.errors[-1] > 0.1
+    assert not ours.exact and "divides by another function of its count" in ours.said[0][1]
+
+
 def test_the_counts_below_are_looked_for_where_a_look_has_seen_a_clamp_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is a function of torch's runs without the mode once it is settled."""
     entered: list[bool] = []
