@@ -156,7 +156,8 @@ class AccumulationWindow:
             SeamError: if a micro-batch of this window was not run, or no loss has been computed.
         """
         if self._window is None or self._window.value is None or self._begun < len(self):
-            raise SeamError(f"got mean_loss() after {self._begun} of {len(self)} micro-batches; expected all of them")
+            got = f"got mean_loss() after {self._begun} of {len(self)} micro-batches"
+            raise SeamError(f"{got}; expected all of them; call it after the last")
         loss = self._window.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world.size
 

@@ -21,8 +21,12 @@ def summed(*lengths: int, failed: int = 0) -> torch.Tensor:
     return torch.stack([torch.stack(ranks.pack_status(length, trouble, ZERO)) for length, trouble in each]).sum(dim=0)
 
 
-def check(sums: Any, mine: int, world_size: int, trouble: Exception | None = None, *, suspects: bool = False) -> None:
-    ranks.check_status(sums, mine, trouble, fetched=mine, rank=0, world_size=world_size, suspects=suspects)
+def check(
+    sums: Any, mine: int, world_size: int, trouble: Exception | None = None, *others: Any, suspects: bool = False
+) -> None:
+    """``others``: what the other ranks gather."""
+    place = {"fetched": mine, "rank": 0, "world_size": world_size}
+    ranks.check_status(sums, mine, trouble, suspects=suspects, gather=lambda own: [*own, *others], **place)
 
 
 def test_ranks_that_run_alike_go_on() -> None:
@@ -30,20 +34,16 @@ def test_ranks_that_run_alike_go_on() -> None:
     check(summed(0, 0), 0, 2)
 
 
-def test_a_rank_whose_length_is_the_mean_of_the_others_sees_them_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, (None, 2), (None, 4)])
+def test_a_rank_whose_length_is_the_mean_of_the_others_sees_them_differ() -> None:
     with pytest.raises(RankError, match="rank 0 has 3, rank 1 has 2, rank 2 has 4"):
-        check(summed(3, 2, 4), 3, 3)
+        check(summed(3, 2, 4), 3, 3, None, (None, 2), (None, 4))
 
 
-def test_the_rank_at_fault_raises_its_own_error_and_the_others_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ValueError("mine")
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, (None, 1)])
+def test_the_rank_at_fault_raises_its_own_error_and_the_others_name_it() -> None:
     with pytest.raises(ValueError, match="mine"):
-        check(summed(1, 1, failed=1), 1, 2, own)
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, ("ValueError: theirs", 1)])
+        check(summed(1, 1, failed=1), 1, 2, ValueError("mine"), (None, 1))
     with pytest.raises(RankError, match="rank 0 stops, because of rank 1: ValueError: theirs"):
-        check(summed(1, 1, failed=1), 1, 2)
+        check(summed(1, 1, failed=1), 1, 2, None, ("ValueError: theirs", 1))
 
 
 def test_on_another_device_only_a_suspect_waits_for_it() -> None:
@@ -61,6 +61,6 @@ def test_on_another_device_only_a_suspect_waits_for_it() -> None:
 
 
 def test_alone_a_rank_raises_what_it_met() -> None:
-    assert ranks.all_gather_or_raise("said", None, rank=0, world_size=1) == ["said"]
+    assert ranks.all_gather_or_raise("said", None, rank=0, world_size=1, gather=list) == ["said"]
     with pytest.raises(ValueError, match="mine"):
-        ranks.all_gather_or_raise("said", ValueError("mine"), rank=0, world_size=1)
+        ranks.all_gather_or_raise("said", ValueError("mine"), rank=0, world_size=1, gather=list)

@@ -127,8 +127,8 @@ class CoupledLoss(WholeWindow):
         why = next((each for each, _ in every if each), "") or self._differences([each for _, each in every])
         self.losses, names = {}, ", ".join(sorted({*chain(*self._new.values())}))
         return why and (
-            f"got micro-batches of a window with {why}; they vary in {names}; expected the same loss of each, as of "
-            "inputs with label in their name, a row a sample; hand others through a module, or leave the option out"
+            f"got micro-batches that vary in {names}, with {why}; expected one loss for all micro-batches of a window; "
+            "pass what varies through a module, or as rows of an input with label in its name, or omit coupled_loss"
         )
 
     def _noted(self) -> Noted:

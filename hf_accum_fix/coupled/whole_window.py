@@ -2,7 +2,7 @@
 
 A contrastive loss takes the other samples of its batch as negatives, so its mean over micro-batches is not the loss of
 the global batch. But it sees the samples only through the vectors that the model makes of them, y = f(x), each from one
-sample. So a window runs twice:
+sample. So a window runs twice (Gao et al., 2021, arXiv:2101.06983, who keep dL/dy instead of y):
 
     first, without gradient:   y_j of every micro-batch j is kept, and those of the other ranks are gathered
     second, in training:       once micro-batch j has made y_j, its loss gets cat(y_1, .., y_j with gradient, .., y_GW)

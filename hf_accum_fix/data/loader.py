@@ -57,12 +57,12 @@ def in_windows(
     return WholeWindows(loader, host.steps) if length_hint(loader, -1) < 0 or loses_the_rest else loader
 
 
-def skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(training: Training, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
     """Resume inside of what wraps a dataloader; a stream, whose passes upstream does not count, by its windows."""
     if isinstance(dataloader, WholeWindows) and length_hint(dataloader, -1) < 0:
         return dataloader.past(num_batches)
     if isinstance(dataloader, _WRAPPED):
-        return dataloader.around(skip_first_batches(original, dataloader.__wrapped__, num_batches))
+        return dataloader.around(skip_first_batches(training, original, dataloader.__wrapped__, num_batches))
     # By its attributes: DeepSpeed may not be installed.
     if hasattr(dataloader, "sp_world_size"):
         return skip_shards(original, dataloader, num_batches)

@@ -16,7 +16,6 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object as gather_object
 from torch import Tensor, nn
 
 from hf_accum_fix.errors import RankError, UnevenRanksError
@@ -124,11 +123,11 @@ class Training(Protocol):
 
 
 def all_gather_or_raise(
-    value: Value, error: Exception | None, *, rank: int, world_size: int, gather: Gather | None = None
+    value: Value, error: Exception | None, *, rank: int, world_size: int, gather: Gather
 ) -> list[Value]:
     """Gather a value from every rank, in their order, or raise if one has an error; every rank must call this.
 
-    ``gather`` concatenates the ranks' lists in order; None: accelerate's. The values are pickled.
+    ``gather`` concatenates the ranks' lists in order. The values are pickled.
 
     Raises:
         Exception: ``error`` itself.
@@ -139,7 +138,7 @@ def all_gather_or_raise(
             raise error
         return [value]
     message = None if error is None else f"{type(error).__name__}: {error}"
-    gathered: list[tuple[str | None, Value]] = (gather or gather_object)([(message, value)])
+    gathered: list[tuple[str | None, Value]] = gather([(message, value)])
     failed = by_rank([each for each, _ in gathered])
     if error is not None:
         # The others' messages name this rank; its own error is unchanged.
@@ -199,7 +198,7 @@ def check_status(
     rank: int,
     world_size: int,
     suspects: bool,
-    gather: Gather | None = None,
+    gather: Gather,
 ) -> None:
     """Raise if a rank has an error or runs another number of micro-batches than the others.
 

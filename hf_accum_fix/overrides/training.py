@@ -63,12 +63,7 @@ def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., An
     """What a training replaces while it runs; each function gets session and original first."""
     trainer, accelerator = session.trainer, session.trainer.accelerator
     yield trainer, "get_train_dataloader", get_train_dataloader
-    # Resumed inside of what wraps a dataloader.
-    yield (
-        sys.modules[Trainer.__module__],
-        "skip_first_batches",
-        lambda _, *args, **kw: skip_first_batches(*args, **kw),
-    )
+    yield sys.modules[Trainer.__module__], "skip_first_batches", skip_first_batches
     if release_counts_windows():
         yield trainer, "get_batch_samples", counted
     yield accelerator, "backward", backward
