@@ -177,9 +177,10 @@ def plain(tensor: Any) -> Tensor:
     return local.to_dense() if local.layout is not torch.strided else local
 
 
-def own_hooks(parameter: Tensor) -> list[Any]:
-    """The hooks on its gradient but for those of this package and of engines."""
-    return [each for each in (parameter._backward_hooks or {}).values() if not _module_of(each).startswith(_ENGINES)]
+def own_hooks(parameter: Tensor, kind: str = "_backward_hooks") -> list[Any]:
+    """The hooks on its gradient but for those of this package and of engines; ``kind``: torch's attribute of them."""
+    hooks: Any = getattr(parameter, kind, None) or {}
+    return [each for each in hooks.values() if not _module_of(each).startswith(_ENGINES)]
 
 
 def _module_of(hook: Any) -> str:
