@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import combinations, starmap
 from typing import Any, NamedTuple
 
@@ -230,13 +231,21 @@ def _judge(
         return term.but(how=How.ROUTER)
     columns = [*enumerate(zip(*(each.numbers for each in first), strict=True))]
     number = tuple(at for at, of_looks in columns if compared.are_numbers(of_looks))
-    # Each row has its own count.
+    # Each row has its own count, of the loss function or in the code.
     rows = place is None and whole.divides
+    of_rows = {
+        at
+        for terms in its
+        for each in terms
+        for at in range(whole.above, len(columns))
+        if each.numbers[at] != terms[0].numbers[at]
+    }
     guarded = _guarded(first, compared)
     counts = tuple(
         at
         for at, of_looks in columns
         if not (rows and whole.is_own_divisor(at))
+        and at not in of_rows
         and (
             not all(is_near(of_looks[0], each) for each in of_looks)
             or whole.is_own_divisor(at) > compared.split.apart
@@ -298,7 +307,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         # The classes of this batch may weigh alike.
         rules = {}
     floors = [each.factors[spec.counts[0]].floor if len(spec.counts) == 1 else None for each in term.seen]
-    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floors[0] if len({*floors}) == 1 else None)
+    floor = reduce(lambda one, other: one and one.common(other), floors)
+    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floor)
     if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)

@@ -137,7 +137,10 @@ def read(loss: Tensor, stops: Collection[Any] = (), values: Values | None = None
                 pending.append((edge, (edge[0], below, len(below), added) if splits else (top, below, above, added)))
     if len(found) > _MOST_TERMS:
         return [Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)]
-    return found if values is None else [replace(t, factors=tuple(map(values.below, t.factors))) for t in found]
+    if values is None:
+        return found
+    given = ((t, len(t.factors) - t.divides) for t in found)
+    return [replace(t, factors=(*[*values.below(t.factors[:own][::-1])][::-1], *t.factors[own:])) for t, own in given]
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:

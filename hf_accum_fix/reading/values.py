@@ -5,7 +5,7 @@ autograd keeps none of them: torch functions returned the value and took the cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,9 @@ from hf_accum_fix.reading.nodes import Factor, Floor
 _FLOORS = ["clamp", "clamp_min", "clip", "maximum", "max", "where", "masked_fill", "add", "radd"]
 _MAKES = ["tensor", "new_tensor", "scalar_tensor", "ones", "new_ones", "ones_like", "full", "new_full", "full_like"]
 _CASTS = ["to", "float", "double", "type", "type_as"]
+#: What Python's max asks a number, and what makes it a number of Python.
+_COMPARES = ["lt", "gt", "le", "ge"]
+_READS = ["item", "int", "float", "index"]
 
 
 class Values(TorchFunctionMode):
@@ -33,13 +36,23 @@ class Values(TorchFunctionMode):
         self._kept: dict[Any, tuple[Tensor, int]] = {}
         #: by place in memory a number, its version, and the count and the floor that made it; without both: a constant.
         self._made: dict[Any, tuple[Tensor, int, Tensor | None, Floor | None]] = {}
+        #: counts that Python has read, or compared with a floor; without one: there may be one of 1.
+        self._read: list[tuple[Any, Floor | None]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "").strip("_")
         # Before the count is changed in place.
-        made = self._made_of(getattr(func, "__name__", "").strip("_"), args, kwargs or {})
+        made = self._made_of(name, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
+        if name in _COMPARES:
+            # Not the elements of a batch of one sample.
+            self._read += [made] if made is not None and isinstance(out, Tensor) and out.ndim == 0 else []
+            made = None
+        elif name in _READS and isinstance(out, (int, float)) and (place := _place(args[0])) is not None:
+            *_, count, floor = self._made.get(place, (None, None))
+            self._read.append((out if count is None else count, floor))
         # Without gradient, a view that was changed in place has no node to ask for.
         if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None and out.numel() == 1:
             self._kept[out.grad_fn] = (out, out._version)
@@ -51,7 +64,7 @@ class Values(TorchFunctionMode):
         """The count that a torch function takes, and its floor; neither: it makes a constant; None: it does no such."""
         if name in _CASTS and args and (known := self._made.get(_place(args[0]))) is not None:
             return known[2:]
-        given = (*args, *kwargs.values()) if name in _FLOORS and "max" not in kwargs else ()
+        given = (*args, *kwargs.values()) if name in (*_FLOORS, *_COMPARES) and "max" not in kwargs else ()
         ranks = sorted(
             (self._rank(each), at) for at, each in enumerate(given) if getattr(each, "dtype", None) is not torch.bool
         )
@@ -62,7 +75,7 @@ class Values(TorchFunctionMode):
         if "add" in name and not (isinstance(by, (int, float)) and abs(by) < 1e-2):
             return None
         eps = torch.finfo(count.dtype if count.is_floating_point() else torch.get_default_dtype()).eps
-        return count.clone(), (by, 0.0) if "add" in name and abs(by) > eps else (0.0, by)
+        return count.clone(), Floor(by, 0.0) if "add" in name and abs(by) > eps else Floor(0.0, by)
 
     def _rank(self, given: Any) -> int:
         """3: a count; 2: a constant, which may be one; 1: a number of Python, which is none; 0: anything else."""
@@ -70,10 +83,35 @@ class Values(TorchFunctionMode):
             return int(isinstance(given, (int, float)) and given != 0)
         return 2 if place in self._made and self._made[place][2] is None else 3
 
-    def below(self, factor: Factor) -> Factor:
-        """A factor with the count that it was made of, and the floor, where both are known."""
-        made = self._made.get(_place(factor.value)) if factor.divides else None
-        return factor if made is None or made[0]._version != made[1] else factor._replace(floor=made[3], below=made[2])
+    def below(self, factors: Sequence[Factor]) -> Iterator[Factor]:
+        """A term's factors, from the leaf up, with the counts that they were made of, and the floors, where known."""
+        unknown = bool(self._read)
+        for factor in factors:
+            made = self._made.get(_place(factor.value)) if factor.divides else None
+            if made is not None and made[2] is not None:
+                current = made[0]._version == made[1]
+                yield factor._replace(floor=made[3], below=made[2]) if current else factor
+            elif factor.divides and unknown:
+                # What has read a count has waited for it.
+                with torch._C.DisableTorchFunction():
+                    count, floor = self._read_as(float(factor.value))
+                unknown = count is None
+                below = None if count is None else torch.tensor(count, dtype=torch.float64)
+                yield factor._replace(floor=floor, below=below)
+            else:
+                yield factor
+
+    def _read_as(self, value: float) -> tuple[float | None, Floor | None]:
+        """The count that Python may have kept from zero to get a value, and the floor; None: there are several."""
+        seen = {float(n): by for n, by in self._read if by is not None and max(float(n) + by.more, by.least) == value}
+        if seen:
+            [(count, floor), *others] = seen.items()
+            return (None, None) if others else (count, floor)
+        bare = [float(count) for count, by in self._read if by is None and float(count).is_integer()]
+        ones, total = {count for count in bare if max(count, 1.0) == value}, sum(bare)
+        if bare and max(total, 1.0) == value:
+            return total, Floor(0.0, 1.0, frozenset({"one", "sum"} if ones == {total} else {"sum"}))
+        return (ones.pop(), Floor(0.0, 1.0, frozenset({"one"}))) if len(ones) == 1 else (None, None)
 
     def of(self, node: Any) -> Tensor | None:
         """What a node returned, without its graph; None: unknown, or changed since."""

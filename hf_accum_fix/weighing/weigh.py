@@ -186,8 +186,10 @@ class _MicroBatch:
             divisor = divisor.nan_to_num(0.0) if isinstance(divisor, Tensor) else hidden
         # 16 bits round the count.
         seen = planned if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
-        below = None if spec.floor is None else term.factors[spec.counts[0]].below
-        if below is not None:
+        floor, below = term.factors[spec.counts[0]][3:] if spec.floor is not None else (None, None)
+        if spec.floor is not None and not spec.floor.is_of(floor) and on_host(divisor) and divisor <= spec.floor.least:
+            self.part.changed = f"{term.name} divides by its floor, and the count below it was not seen"
+        elif below is not None:
             if differ(kept(below, spec.floor), divisor):
                 self.part.changed = f"{term.name} divides by another function of its count than in the observed batch"
             seen = planned if below.dtype.itemsize < 4 else below.to(count_dtype(below.device)).reshape(())
@@ -222,6 +224,8 @@ def _constant(term: Term, spec: TermSpec) -> float | None:
     if term.divides:
         # Of a sum over rows each has its own.
         counts.add(len(term.factors) - 1)
+    if spec.place is None:
+        counts.update(range(term.above, len(term.factors)))
     places = [place for place, each in enumerate(term.factors) if place not in counts and not each.learnt]
     if term.is_nothing or not all(on_host(term.factors[place].value) for place in places):
         return None

@@ -167,13 +167,18 @@ def test_a_window_without_a_target_shows_nothing() -> None:
     assert not found.conclusive and not found.exact
 
 
+@pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("targets", [(1, 0), (0, 1), (1,), (1, 0, 0)], ids=str)
-def test_one_target_in_a_window_makes_no_sum_of_a_mean_over_at_least_one(targets: tuple[int, ...]) -> None:
+def test_one_target_in_a_window_makes_no_sum_of_a_mean_over_at_least_one(
+    targets: tuple[int, ...], is_read: bool
+) -> None:
     def masked(m: Rows, b: Batch, n: Tensor | None) -> Tensor:
-        return (m(b["x"]).square().sum(1) * b["mask"]).sum() / max(int(b["mask"].sum()), 1)
+        count = int(b["mask"].sum()) if is_read else len(b["mask"].nonzero())
+        return (m(b["x"]).square().sum(1) * b["mask"]).sum() / max(count, 1)
 
     found, _ = observed(masked, Setting(), window(*targets))
-    assert not found.conclusive and not found.exact
+    assert found.conclusive == found.exact == is_read
+    assert not is_read or [each.how for each in found.terms] == [How.MEAN]
 
 
 def test_a_loss_that_takes_a_gradient_itself_is_run_once_more() -> None:

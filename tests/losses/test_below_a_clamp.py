@@ -111,11 +111,25 @@ def mase(s: Seen) -> Tensor:
 
 def corn(s: Seen) -> Tensor:
     """Of each rank those that reach the one below it."""
-    loss, count = torch.zeros((), dtype=torch.float64), 0
+    loss, examples, reached = torch.zeros((), dtype=torch.float64), 0, s.batch["labels"].amax(1)
     for rank in range(3):
-        its = s.batch["labels"].amax(1) >= rank
-        higher = (s.batch["labels"].amax(1)[its] > rank).double()
-        loss = loss + F.binary_cross_entropy_with_logits(s.logits[its, rank], higher, reduction="sum")
+        its = reached >= rank
+        higher = (reached[its] > rank).double()
+        if len(higher) < 1:
+            continue
+        examples += len(higher)
+        chances = F.logsigmoid(s.logits[its, rank])
+        loss = loss - torch.sum(chances * higher + (chances - s.logits[its, rank]) * (1 - higher))
+    return loss / examples
+
+
+def corn_of_pixels(s: Seen) -> Tensor:
+    """As corn, over places, of which a micro-batch may have none."""
+    loss, count = torch.zeros((), dtype=torch.float64), 0
+    for rank in range(1, 3):
+        its = s.batch["labels"] >= rank
+        higher = (s.batch["labels"][its] > rank).double()
+        loss = loss + F.binary_cross_entropy_with_logits(s.logits[its], higher, reduction="sum")
         count += int(its.sum())
     return loss / max(count, 1)
 
@@ -171,6 +185,19 @@ def yolo(s: Seen) -> Tensor:
     return F.binary_cross_entropy_with_logits(s.logits, s.batch["scores"], reduction="none").sum() / target_scores_sum
 
 
+def two_reads(s: Seen) -> Tensor:
+    """Beside the count an accuracy is logged."""
+    num_pos = int(found(s).sum())
+    float(((s.logits.detach() > 0) == (found(s) > 0)).double().mean())
+    return crossed(s).sum() / max(1, num_pos)
+
+
+def either_read(s: Seen) -> Tensor:
+    count = int((s.batch["labels"] == 1).sum())
+    num_pos = int((s.batch["labels"] > 1).sum())
+    return crossed(s).sum() / max(1, num_pos) + 0 * count
+
+
 def sim_mim(s: Seen) -> Tensor:
     mask = found(s)
     return (F.l1_loss(s.batch["wanted"], s.logits, reduction="none") * mask).sum() / (mask.sum() + 1e-5) / 3
@@ -213,14 +240,17 @@ ROWS: list[tuple[str, str, Callable[[Seen], Tensor]]] = [
     ("triplets", "pytorch-metric-learning", triplets),
     ("anchors", "mmdetection", anchors),
     ("sim-mim", "SimMIM", sim_mim),
-]
-#: A number of Python shows no count.
-HIDDEN = [
-    ("corn", "coral-pytorch", corn),
+    # A count that Python has read.
+    ("corn-of-pixels", "coral-pytorch", corn_of_pixels),
     ("fcos", "torchvision", fcos),
-    ("retina-net", "torchvision", retina_net),
     ("detr", "DETR", detr),
     ("yolo", "ultralytics", yolo),
+    ("two-reads", "a custom loss that logs", two_reads),
+]
+#: A length shows no count, and two counts that were read do not show which it is.
+HIDDEN = [
+    ("corn", "coral-pytorch", corn),
+    ("either-read", "a custom loss that logs", either_read),
 ]
 
 
@@ -240,6 +270,7 @@ def case_of(name: str, loss: Callable[[Seen], Tensor], samples: Callable[[int], 
 
 
 EXACT = [*(case_of(name, loss) for name, _, loss in ROWS), case_of("ssd", ssd, matched)]
+EXACT += [replace(case_of("corn", corn), cuts=((2, 4), (4, 2)))]
 EXACT += [replace(case_of(f"floor-{name}", kept(floor)), cuts=((2, 4),)) for name, floor in FLOORS.items()]
 
 
@@ -259,16 +290,24 @@ def on_two_ranks(name: str) -> list[tuple[float, bool, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gliner", "cringe", "floor-large"])
+@pytest.mark.parametrize("name", ["gliner", "cringe", "fcos", "floor-large"])
 def test_ranks_sum_the_counts_below(name: str) -> None:
     for [(worst, exact, said)] in on_ranks(on_two_ranks, name):
         assert worst <= 1e-9 and exact and not said
 
 
+@cells([case_of("retina-net", retina_net)])
+def test_a_count_of_each_image_is_its_own(case: Case, cut: tuple[int, ...]) -> None:
+    """As in stock."""
+    ours = by_trainer(case, cut, "apply")
+    assert ours.worst <= 1e-9 and ours.log_error <= 1e-4 and ours.exact and not ours.said
+
+
 @cells([case_of(name, loss) for name, _, loss in HIDDEN])
 def test_a_hidden_count_is_never_silent_and_no_worse_than_stock(case: Case, cut: tuple[int, ...]) -> None:
     ours, stock = by_trainer(case, cut, "apply"), by_trainer(case, cut, "stock")
-    assert not ours.silent(1e-9) and ours.worst <= 1.05 * stock.worst + 1e-9
+    # Once a window differs, so do the parameters of the next.
+    assert not ours.silent(1e-9) and ours.worst <= 1.1 * stock.worst + 1e-9
 
 
 def weighted(number: int, weight: float = 1.0) -> list[Sample]:
