@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeGuard
@@ -10,10 +11,10 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from hf_accum_fix.engines.mend import mend
 from hf_accum_fix.engines.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.trace.preserve import overridden
+from hf_accum_fix.upstream.engine_defects import engine_defects_of
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 
@@ -171,11 +172,11 @@ def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -
     """Check how the engine adds the gradients of a window, and in which dtype; all but DeepSpeed leave it to us.
 
     Returns:
-        A warning, if the option is the default and DeepSpeed adds in 16 bits.
+        A warning, if this release of DeepSpeed loses micro-batches, or adds in 16 bits where the option is the default.
 
     Raises:
         UnsupportedSetupError: if more than 16 bits were requested, and DeepSpeed adds in 16 bits, or LOMO steps before
-            the sum is complete; or if this release of DeepSpeed loses micro-batches, and cannot be corrected.
+            the sum is complete.
     """
     if accumulate_in != "parameter" and getattr(accelerator, "has_lomo_optimizer", False):
         raise UnsupportedSetupError(
@@ -184,8 +185,15 @@ def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -
         )
     if not is_deepspeed(accelerator):
         return None
-    mend(accelerator.deepspeed_engine_wrapped.engine.optimizer)
-    adds_in = accelerator.deepspeed_engine_wrapped.engine.get_data_types()[1]
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    release = str(getattr(sys.modules.get("deepspeed"), "__version__", ""))
+    offloads = all(getattr(engine.optimizer, each, False) for each in ("cpu_offload", "partition_gradients"))
+    if offloads and (defects := engine_defects_of("deepspeed", release)):
+        return (
+            f"DeepSpeed {release} drops micro-batches under ZeRO-2 with an offloaded optimizer ({defects[0].name}); "
+            f"{defects[0].remedy}, or remove offload_optimizer from its configuration"
+        )
+    adds_in = engine.get_data_types()[1]
     if adds_in not in NARROW:
         return None
     found = f"DeepSpeed adds the gradients of a window in {adds_in}"

@@ -1,6 +1,6 @@
 """Defects of the engines below transformers that lose part of an accumulated gradient: rows, as in defects.json.
 
-Whether a release has one is decided by its number; where it is corrected: ``hf_accum_fix/engines/mend.py``.
+Whether a release has one is decided by its number; `engines.engine.check_engine_adds` warns of it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ENGINE_DEFECTS: Final = (
             "https://github.com/deepspeedai/DeepSpeed/pull/7967",
             "https://github.com/deepspeedai/DeepSpeed/pull/6550",
         ),
-        fixed="the sum is saved after every micro-batch; a build with other methods is refused",
+        fixed="warned of, and never called exact",
     ),
     EngineDefect(
         name="zero-2-offload-keeps-the-last-micro-batch",
@@ -76,7 +76,7 @@ ENGINE_DEFECTS: Final = (
         since="0.15.1",
         until="0.19.0",
         source=("https://github.com/deepspeedai/DeepSpeed/pull/7981",),
-        fixed="DeepSpeed is told of longer windows; a build with other methods is refused",
+        fixed="warned of, and never called exact",
     ),
 )
 """Every known one; 0.15.1 is the oldest release of DeepSpeed that was read: a row that starts there may be older."""

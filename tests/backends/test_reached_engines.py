@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 
 import hf_accum_fix
-from hf_accum_fix.engines import mend
 from hf_accum_fix.engines.reached import OTHER_GRADIENT
 from tests.backends.rows import BACKENDS, Backend
 from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, train
@@ -73,12 +72,6 @@ def reported(backend: Backend, fault: str) -> dict[str, Any]:
     folder = Path(tempfile.gettempdir()) / "reached"
     train(HEADS["llama"], replace(backend, prepare=prepare), SPLITS[0], "apply", UNCLIPPED, folder)
     return hf_accum_fix.report().to_dict()["runs"][-1]  # type: ignore[no-any-return]
-
-
-def unnamed() -> dict[str, Any]:
-    """The report of a training on an offloaded ZeRO-2 in which nothing knows of its release's defects."""
-    mend.engine_defects_of = lambda *_: ()  # type: ignore[attr-defined, assignment]
-    return reported(replace(BACKENDS["deepspeed-zero-2-offloaded"], data_ranks=1), "right")
 
 
 ENGINES = (

@@ -265,7 +265,7 @@ def under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("under_deepspeed")
-def test_deepspeed_that_loses_micro_batches_is_found_without_its_name(saved: Path) -> None:
+def test_deepspeed_that_loses_micro_batches_is_found(saved: Path) -> None:
     """Shown by 0.18.9, as ``backends/test_engine_defects.py``; one rank, as there."""
     wrong = bool(engine_defects_of("deepspeed", version("deepspeed")))
     whole, _, output = _against(saved, "--engine", "zero2-offloaded", ranks=1)
