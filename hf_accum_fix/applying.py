@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum
 from importlib import import_module
 from threading import RLock
@@ -31,31 +31,6 @@ _LOG = logging.getLogger("hf_accum_fix")
 _LOCK = RLock()
 #: Holds the active handle of the process; survives a reload or a second import of this package.
 _MEMORY: Final[dict[str, Any]] = vars(sys.modules.setdefault("_hf_accum_fix_memory", ModuleType("memory")))
-
-#: Seconds that a fork waits for a thread that applies or reverts.
-_FORK_WAITS: Final = 5.0
-
-
-def _release_after_fork() -> None:
-    with suppress(RuntimeError):  # The acquire before the fork timed out.
-        _LOCK.release()
-
-
-def _renew_locks() -> None:
-    """Reset the locks in the child of a fork, where the threads that held them do not exist."""
-    importer = sys.modules.get("wrapt.importer")
-    locks: tuple[Any, ...] = (_LOCK, getattr(importer, "_post_import_hooks_lock", None))
-    for lock in locks:
-        if hasattr(lock, "_at_fork_reinit"):
-            lock._at_fork_reinit()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _LOCK.acquire(timeout=_FORK_WAITS),
-        after_in_parent=_release_after_fork,
-        after_in_child=_renew_locks,
-    )
 
 
 class _State(str, Enum):

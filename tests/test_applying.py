@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -364,36 +363,3 @@ def test_revert_in_mid_training_is_warned_of(event: str, tmp_path: Path, caplog:
     assert trainer.state.global_step == 2
     assert [each for each in caplog.messages if "the stock Trainer runs the rest" in each]
     assert is_original() and not any(run["exact"] for run in hf_accum_fix.report().runs[-1:])
-
-
-FORKS = """
-import os, signal, sys, threading
-import hf_accum_fix
-
-def work():
-    while True:
-        with hf_accum_fix.apply(quiet=True):
-            pass
-
-with hf_accum_fix.apply(quiet=True):
-    pass
-sys.setswitchinterval(1e-6)
-for _ in range(3):
-    threading.Thread(target=work, daemon=True).start()
-codes = []
-for _ in range(60):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(5)
-        hf_accum_fix.revert()
-        handle = hf_accum_fix.apply(quiet=True)
-        os._exit(0 if handle.pending else 1)
-    codes.append(os.waitpid(child, 0)[1])
-print(set(codes), flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_fork_while_a_thread_applies_hangs_in_no_child() -> None:
-    assert python("-c", FORKS).stdout == "{0}\n"

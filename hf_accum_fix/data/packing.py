@@ -19,7 +19,6 @@ Everything is in padded tokens: rows times the longest of them. Pure; no tensor,
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
@@ -106,49 +105,21 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
     The tokens of a run obey the quadrangle inequality, so one run more never saves more tokens than the one before
     it did. Charging every run a price thus leads to the cheapest split into as many runs as save more than that, in
     O(n). Savings are whole numbers; where every run between two such splits saves the same, crossing the two
-    gives each number of runs between theirs. One to four prices are enough for most windows.
+    gives each number of runs between theirs.
 
     Source: A. Aggarwal, B. Schieber, T. Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave
     Monge property and applications", 1994 (the price and the crossing).
     """
-    many, low = list(range(1, len(ascending) + 1)), -0.5  # at no price
-    if len(many) == count:
-        return many
+    many, low = list(range(1, len(ascending) + 1)), 0  # at no price
     first = _first_rows(ascending, cap, max_rows)
-    few, high = _fewest_runs(first), len(ascending) * ascending[-1] + 0.5  # as few as at this price, padded more
+    few, high = _fewest_runs(first), len(ascending) * ascending[-1]  # as few as at this price, padded more
     out_of_reach = _out_of_reach(ascending, first)
-    guess = _likely_price(ascending, count) if len(few) < count else high
-    for attempt in itertools.count():
-        price = min(max(math.ceil(guess) - 0.5, low + 1), high - 1)
-        found = _priced(ascending, first, out_of_reach, price)
-        if len(found) == count:
-            return found
-        if len(found) < count:
-            few, high = found, price
-        else:
-            many, low = found, price
-        saved = (_cost(ascending, few) - _cost(ascending, many)) / (len(many) - len(few))
-        if saved in (low + 0.5, high - 0.5):
-            break
-        # A split between the two, if there is a cheaper one than crossing them, or one nearer to ``count``.
-        guess = saved if attempt % 2 else _between(low, high, len(many) - count, count - len(few))
-    return _crossed(few, many, count)
-
-
-def _between(low: float, high: float, spare: int, lacking: int) -> float:
-    """The price for ``spare`` runs fewer than at ``low`` and ``lacking`` more than at ``high``.
-
-    As k runs pad about 1/k and the next one saves about 1/k**2, k goes with the root of 1/price.
-    """
-    root = (lacking / math.sqrt(low + 1) + spare / math.sqrt(high + 1)) / (lacking + spare)
-    return root**-2 - 1
-
-
-def _likely_price(ascending: Sequence[int], count: int) -> float:
-    """About what a run saves where there are ``count``, as if lengths grew evenly between the quantiles."""
-    at = [ascending[(len(ascending) - 1) * step // count] for step in range(count + 1)]
-    roots = sum(math.sqrt(right - left) for left, right in itertools.pairwise(at))
-    return len(ascending) / (2 * count) * (roots * (1 / count - 1 / len(ascending))) ** 2
+    while len(few) < count < len(many) and high - low > 1:
+        price = (low + high) // 2
+        # Between two whole prices, so that no saving equals one.
+        found = _priced(ascending, first, out_of_reach, price + 0.5)
+        few, high, many, low = (few, high, found, price) if len(found) > count else (found, price, many, low)
+    return few if len(few) == count else many if len(many) == count else _crossed(few, many, count)
 
 
 def _first_rows(ascending: Sequence[int], cap: int, max_rows: int) -> list[int]:

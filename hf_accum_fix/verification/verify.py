@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from tqdm.auto import tqdm
 
 from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.engines.engine import is_sharded
@@ -18,7 +19,6 @@ from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.session import session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.training import check_setup
-from hf_accum_fix.progress import Progress
 from hf_accum_fix.upstream.environment import upstream_class
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
@@ -38,6 +38,9 @@ from hf_accum_fix.verification.reference import Reference, Scene, SceneSplit, co
 from hf_accum_fix.verification.report import PATCHED, STOCK, SplitResult, VerificationReport, could_not_tell, judge_own
 from hf_accum_fix.verification.restore import active_mode, options_of, unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
+
+#: Seconds before anything is said.
+_SILENT = 2.0
 
 
 def verify(
@@ -96,9 +99,12 @@ def verify(
             raise UnsupportedSetupError(
                 "got a model without a trainable parameter; expected at least one; set requires_grad"
             )
-        progress = Progress(listened=trainer.args.process_index == 0 and not is_quiet())
-        with progress.kept_up(), unseen(trainer), plugins_copied(trainer):
-            return _verified(trainer, blank, splits, windows, reference, samples, with_apply, step, save, progress.say)
+        # On a terminal alone.
+        hidden = None if trainer.args.process_index == 0 and not is_quiet() else True
+        bar = tqdm(bar_format="{desc} ({elapsed})", delay=_SILENT, leave=False, disable=hidden)
+        with bar, unseen(trainer), plugins_copied(trainer):
+            say = bar.set_description_str
+            return _verified(trainer, blank, splits, windows, reference, samples, with_apply, step, save, say)
     except OptionsError:
         raise
     except (AccumFixError, RuntimeError) as error:
