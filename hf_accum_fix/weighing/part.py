@@ -79,7 +79,7 @@ class Part:
         """num_items_in_batch for a loss that needs one: N / W, rounded up; it is multiplied by number / n_mean."""
         return (self.mean * self.micro_batches).ceil().long() if self.contract.hands_number else self.mean
 
-    def mean_of(self, place: int, spec: TermSpec, rule: Items | None) -> Tensor:
+    def mean_of(self, place: int, spec: TermSpec, rule: Items | int | None) -> Tensor:
         """n_mean of a term times `remaining_divisor`, as forwards have counted it or by ``rule``; None: as observed."""
         if place not in self.means:
             as_observed = (spec.counted[0] or 1.0) * self.micro_batches * self.world_size

@@ -162,7 +162,8 @@ class _MicroBatch:
             # Already divided by the items of the global batch; only the engine's mean over ranks follows.
             weight = weight / part.micro_batches
         elif spec.how is How.NUMBER:
-            weight = part.mean_of(place, spec, part.contract.items) / counted
+            # By the rule of the number that was passed.
+            weight = part.mean_of(place, spec, next(iter(part.totals))) / counted
         elif spec.how is How.SUM:
             weight = weight / (part.micro_batches * part.world_size)
         counted_by = spec.rule if spec.how is How.ROUTER and self.counts else None
@@ -194,7 +195,7 @@ class _MicroBatch:
                 self.part.changed = f"{term.name} divides by another function of its count than in the observed batch"
             seen = planned if below.dtype.itemsize < 4 else below.to(count_dtype(below.device)).reshape(())
         elif spec.counts and (not is_function or (rule is not None and rule.entry is not None)):
-            seen = self._unclamped(seen, found, rule, known=known)
+            seen = self._unclamped(seen, found, spec, rule, known=known)
         if term.rows and self.counts and differ(seen, planned):
             self.part.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         for each in found:
@@ -203,18 +204,23 @@ class _MicroBatch:
                 _keep_finite(each, divisor, self.part)
         return seen, divisor
 
-    def _unclamped(self, seen: Number, found: Sequence[Term], rule: Items | None, *, known: bool) -> Tensor:
-        """The items of a mean that hides their count, as by ``max(n, 1)``: 1 is none by its rule, or by its value."""
+    def _unclamped(
+        self, seen: Number, found: Sequence[Term], spec: TermSpec, rule: Items | None, *, known: bool
+    ) -> Tensor:
+        """The items of a mean that hides their count, as by ``max(n, 1)``: 1 is none by all rules, or by its value."""
         device, values = self.loss.device, [v for each in found if (v := _value(each, self.values)) is not None]
         nothing = (torch.stack(values).sum() if len(values) == len(found) else self.loss) == 0
         # Samples without a target are counted by no rule.
         hides = rule is not None and not rule.marks and rule.entry is None
-        if on_host(nothing) and on_host(seen) and float(seen) == 1 and (hides if bool(nothing) else not known):
+        # Labels may be masked once a window was counted.
+        rules = [each for each in dict.fromkeys((rule, *spec.rules)) if each is not None]
+        counts = [each.count(self.inputs, device) for each in rules if each.has_targets(self.inputs)]
+        none = torch.stack(counts).amax(0) == 0 if counts else nothing
+        one = on_host(nothing) and on_host(seen) and float(seen) == 1
+        if one and (hides if bool(nothing) else not known or bool(none)):
             self.part.changed = f"{found[0].name} divides by 1: it has one target, or none and a divisor of at least 1"
-        if rule is not None and rule.has_targets(self.inputs):
-            # Labels may be masked once a window was counted.
-            n = rule.count(self.inputs, device)
-            nothing = (n == 0) | (nothing & (n != 1))
+        if counts:
+            nothing = none | (nothing & (counts[0] != 1))
         return torch.as_tensor(seen, dtype=count_dtype(device), device=device) * ~(nothing & (seen == 1))
 
 
