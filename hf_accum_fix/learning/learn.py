@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from itertools import combinations, starmap
 from typing import Any, NamedTuple
 
@@ -307,8 +306,7 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         # The classes of this batch may weigh alike.
         rules = {}
     floors = [each.factors[spec.counts[0]].floor if len(spec.counts) == 1 else None for each in term.seen]
-    floor = reduce(lambda one, other: one and one.common(other), floors)
-    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floor)
+    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floors[0] if len({*floors}) == 1 else None)
     if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)

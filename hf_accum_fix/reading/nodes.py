@@ -40,31 +40,12 @@ _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 
 #: A node, and the index of its input.
 Edge: TypeAlias = "tuple[Any, int]"
+#: What keeps a count from zero, (more, least): a loss divides by max(count + more, least).
+Floor: TypeAlias = "tuple[Any, Any]"
 
 
 class NotSavedError(Exception):
     """A tensor is asked for that was not saved: in a forward without a backward only small ones are."""
-
-
-class Floor(NamedTuple):
-    """What keeps a count from zero: a loss divides by max(count + more, least).
-
-    ``ways``: how Python has counted: "one" number that it has read, or the "sum" of those; empty: torch did.
-    """
-
-    more: Any
-    least: Any
-    ways: frozenset[str] = frozenset()
-
-    def is_of(self, other: Floor | None) -> bool:
-        """Whether another batch of the same loss may have counted in the same way."""
-        return other is not None and (self.ways == other.ways or bool(self.ways & other.ways))
-
-    def common(self, other: Floor | None) -> Floor | None:
-        """What fits two batches of the same loss; None: nothing does."""
-        if other is None or self[:2] != other[:2] or not self.is_of(other):
-            return None
-        return self._replace(ways=self.ways & other.ways)
 
 
 class Factor(NamedTuple):
@@ -88,8 +69,7 @@ class Factor(NamedTuple):
     def alone(self) -> Factor:
         """As a Python number, without its node; the count below its floor, if there is one."""
         if self.floor is not None:
-            floor = self.floor._replace(more=float(self.floor.more), least=float(self.floor.least))
-            return Factor(float(self.below), self.divides, None, floor)
+            return Factor(float(self.below), self.divides, None, (float(self.floor[0]), float(self.floor[1])))
         value = self.value.detach() if isinstance(self.value, Tensor) else self.value
         return Factor(float(value), self.divides, self.learnt or None)
 

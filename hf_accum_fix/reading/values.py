@@ -75,7 +75,7 @@ class Values(TorchFunctionMode):
         if "add" in name and not (isinstance(by, (int, float)) and abs(by) < 1e-2):
             return None
         eps = torch.finfo(count.dtype if count.is_floating_point() else torch.get_default_dtype()).eps
-        return count.clone(), Floor(by, 0.0) if "add" in name and abs(by) > eps else Floor(0.0, by)
+        return count.clone(), (by, 0.0) if "add" in name and abs(by) > eps else (0.0, by)
 
     def _rank(self, given: Any) -> int:
         """3: a count; 2: a constant, which may be one; 1: a number of Python, which is none; 0: anything else."""
@@ -102,16 +102,13 @@ class Values(TorchFunctionMode):
                 yield factor
 
     def _read_as(self, value: float) -> tuple[float | None, Floor | None]:
-        """The count that Python may have kept from zero to get a value, and the floor; None: there are several."""
-        seen = {float(n): by for n, by in self._read if by is not None and max(float(n) + by.more, by.least) == value}
-        if seen:
-            [(count, floor), *others] = seen.items()
-            return (None, None) if others else (count, floor)
-        bare = [float(count) for count, by in self._read if by is None and float(count).is_integer()]
-        ones, total = {count for count in bare if max(count, 1.0) == value}, sum(bare)
-        if bare and max(total, 1.0) == value:
-            return total, Floor(0.0, 1.0, frozenset({"one", "sum"} if ones == {total} else {"sum"}))
-        return (ones.pop(), Floor(0.0, 1.0, frozenset({"one"}))) if len(ones) == 1 else (None, None)
+        """The count that Python may have kept from zero to get a value, and the floor; None: unknown."""
+        bare = [float(count) for count, floor in self._read if floor is None and float(count).is_integer()]
+        known = [(float(count), floor) for count, floor in self._read if floor is not None]
+        fits = {count: by for count, by in known if max(count + by[0], by[1]) == value}
+        if not fits and bare and max(sum(bare), 1.0) == value:
+            fits = {sum(bare): (0.0, 1.0)}
+        return next(iter(fits.items())) if len(fits) == 1 else (None, None)
 
     def of(self, node: Any) -> Tensor | None:
         """What a node returned, without its graph; None: unknown, or changed since."""

@@ -187,8 +187,8 @@ class _MicroBatch:
             divisor = divisor.nan_to_num(0.0) if isinstance(divisor, Tensor) else hidden
         # 16 bits round the count.
         seen = planned if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
-        floor, below = term.factors[spec.counts[0]][3:] if spec.floor is not None else (None, None)
-        if spec.floor is not None and not spec.floor.is_of(floor) and on_host(divisor) and divisor <= spec.floor.least:
+        below = None if spec.floor is None else term.factors[spec.counts[0]].below
+        if below is None and spec.floor is not None and on_host(divisor) and divisor <= spec.floor[1]:
             self.part.changed = f"{term.name} divides by its floor, and the count below it was not seen"
         elif below is not None:
             if differ(kept(below, spec.floor), divisor):
