@@ -79,7 +79,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
         judged.append(_judge(triple, place, values, compared, judged))
     specs = tuple(each.spec for each in judged)
     doubts = [(each.doubt, each.cause) for each in judged if each.doubt]
-    if compared.split.blocks > 1 and any(starmap(_are_chunks, combinations(specs, 2))):
+    if compared.split.blocks > 1 and any(starmap(_are_chunks, combinations(judged, 2))):
         # Blocks of rows that were chosen such that they fit.
         doubts.append(("it has a term for each chunk of the rows of a micro-batch", Cause.TERMS))
     if len({spec.group for spec in specs}) > 1 and any(
@@ -132,10 +132,13 @@ def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
     return replace(found, doubt=doubt, reason=doubt)
 
 
-def _are_chunks(one: TermSpec, other: TermSpec) -> bool:
-    """Whether two terms may be one term of other rows."""
-    rules, others = ({replace(rule, block=None) for rule in each.rules} for each in (one, other))
-    return one.shape == other.shape and (not rules or not others or bool(rules & others))
+def _are_chunks(one: Judged, other: Judged) -> bool:
+    """Whether two terms may be one term of other rows, which has the same constants."""
+    rules, others = ({replace(rule, block=None) for rule in each.spec.rules} for each in (one, other))
+    alike = one.spec.shape == other.spec.shape and (not rules or not others or bool(rules & others))
+    counts = {*one.spec.counts, *other.spec.counts}
+    pairs = enumerate(zip(one.seen[0].numbers, other.seen[0].numbers, strict=True)) if alike else ()
+    return alike and all(at in counts or is_near(*pair) for at, pair in pairs)
 
 
 def _shows(term: Judged, compared: Comparison) -> bool:
