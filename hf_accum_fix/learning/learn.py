@@ -223,9 +223,12 @@ def _judge(
 ) -> Judged:
     """What a term is, and why it is not exact; ``before``: those that were judged."""
     first = [terms[0] for terms in its if terms]
+    of_samples = place is None and all(its) and _are_rows(its, compared)
+    # What is sorted within each sample selects none of them.
+    first = [replace(each, sorts=each.sorts and not of_samples) for each in first]
     whole, one_sum = first[0], place is None and all(its) and _are_one_sum(its)
     term = Judged(TermSpec(whole.shape, place, How.PLAIN), first, values)
-    if not all(its) or (place is None and not one_sum and not _are_rows(its, compared)):
+    if not all(its) or (place is None and not one_sum and not of_samples):
         numbers = ", ".join(str(len(terms)) for terms in its[:2]) + f" and {len(its[2])}"
         words = f"the loss has {numbers} terms {whole.name} in a batch and its parts"
         return term.but(words, Cause.TERMS, place=0)
