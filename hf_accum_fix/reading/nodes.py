@@ -213,5 +213,8 @@ def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
         return False
     below = [each for each, _ in node.next_functions]
     picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
+    if picks and below[0] is not None and kind_of(below[0]) == "Softmax":
+        # Only directly over a parameter: a layer below may have inputs without gradient.
+        below = [each for each, _ in below[0].next_functions if is_parameter(each)] or below
     single = picks or all(math.prod(shape_of(each)) == 1 for each in below if is_parameter(each))
     return single and all(is_learnt(each, left - 1) for each in below)
