@@ -21,6 +21,7 @@ from hf_accum_fix.counting.rules import is_near, is_padded, listed_targets, matc
 from hf_accum_fix.learning.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.learning.look import Comparison, Setting
 from hf_accum_fix.reading.loss_graph import Term
+from hf_accum_fix.reading.nodes import Factor
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
@@ -222,7 +223,7 @@ def _judge(
     its: Triple, place: int | None, values: Sequence[float | None], compared: Comparison, before: Sequence[Judged]
 ) -> Judged:
     """What a term is, and why it is not exact; ``before``: those that were judged."""
-    first = [terms[0] for terms in its if terms]
+    first = _with_common_floors([terms[0] for terms in its if terms])
     of_samples = place is None and all(its) and _are_rows(its, compared)
     # What is sorted within each sample selects none of them.
     first = [replace(each, sorts=each.sorts and not of_samples) for each in first]
@@ -279,6 +280,22 @@ def _judge(
         given = next((key for key, n in compared.whole.numbers_among_inputs.items() if n in divisors), None)
         return term.but(how=How.SUM) if given is None else term.but(f"its divisor may be the input {given!r}")
     return term.but(doubt, None if 0.0 in v else Cause.COUPLED)
+
+
+def _with_common_floors(seen: Sequence[Term]) -> Sequence[Term]:
+    """Terms with what they divide by, where Python has read a count below that in some looks alone: by chance."""
+    columns = zip(*([each.floor for each in term.factors] for term in seen), strict=True)
+    chance = {
+        at for at, floors in enumerate(columns) if len({*floors}) > 1 and any(each and each.read for each in floors)
+    }
+    if not chance:
+        return seen
+
+    def divisor(at: int, factor: Factor) -> Factor:
+        by = factor.floor if at in chance else None
+        return factor if by is None else Factor(by.over(factor.value), factor.divides)
+
+    return [replace(t, factors=tuple(starmap(divisor, enumerate(t.factors)))) for t in seen]
 
 
 def _guarded(seen: Sequence[Term], compared: Comparison) -> list[list[float]]:

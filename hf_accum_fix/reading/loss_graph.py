@@ -140,7 +140,11 @@ def read(loss: Tensor, stops: Collection[Any] = (), values: Values | None = None
     if values is None:
         return found
     given = ((t, len(t.factors) - t.divides) for t in found)
-    return [replace(t, factors=(*[*values.below(t.factors[:own][::-1])][::-1], *t.factors[own:])) for t, own in given]
+    # What is asked there is no part of the loss.
+    with torch._C.DisableTorchFunction():
+        return [
+            replace(t, factors=(*[*values.below(t.factors[:own][::-1])][::-1], *t.factors[own:])) for t, own in given
+        ]
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:

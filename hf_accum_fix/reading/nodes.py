@@ -40,12 +40,22 @@ _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 
 #: A node, and the index of its input.
 Edge: TypeAlias = "tuple[Any, int]"
-#: What keeps a count from zero, (more, least): a loss divides by max(count + more, least).
-Floor: TypeAlias = "tuple[Any, Any]"
 
 
 class NotSavedError(Exception):
     """A tensor is asked for that was not saved: in a forward without a backward only small ones are."""
+
+
+class Floor(NamedTuple):
+    """What keeps a count from zero: a loss divides by max(count + more, least)."""
+
+    more: Any
+    least: Any
+    read: bool = False  # by Python, which has read the count, or another number by chance
+
+    def over(self, count: Any) -> float:
+        """What a loss divides by; waits for numbers on a device."""
+        return max(float(count) + float(self.more), float(self.least))
 
 
 class Factor(NamedTuple):
@@ -69,7 +79,8 @@ class Factor(NamedTuple):
     def alone(self) -> Factor:
         """As a Python number, without its node; the count below its floor, if there is one."""
         if self.floor is not None:
-            return Factor(float(self.below), self.divides, None, (float(self.floor[0]), float(self.floor[1])))
+            floor = self.floor._replace(more=float(self.floor.more), least=float(self.floor.least))
+            return Factor(float(self.below), self.divides, None, floor)
         value = self.value.detach() if isinstance(self.value, Tensor) else self.value
         return Factor(float(value), self.divides, self.learnt or None)
 

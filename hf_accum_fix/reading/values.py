@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_accum_fix.reading.nodes import Factor, Floor
+from hf_accum_fix.reading.nodes import Factor, Floor, on_host
 
 #: Torch functions that keep a count from zero, that make a constant, and that pass a number on.
 _FLOORS = ["clamp", "clamp_min", "clip", "maximum", "max", "where", "masked_fill", "add", "radd"]
@@ -34,7 +34,8 @@ class Values(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[Any, tuple[Tensor, int]] = {}
-        #: by place in memory a number, its version, and the count and the floor that made it; without both: a constant.
+        #: by place in memory a number, its version, and the count that made it, perhaps itself, and the floor, if one
+        #: did; without both: a constant.
         self._made: dict[Any, tuple[Tensor, int, Tensor | None, Floor | None]] = {}
         #: counts that Python has read, or compared with a floor; without one: there may be one of 1.
         self._read: list[tuple[Any, Floor | None]] = []
@@ -47,21 +48,23 @@ class Values(TorchFunctionMode):
         made = self._made_of(name, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         if name in _COMPARES:
-            # Not the elements of a batch of one sample.
-            self._read += [made] if made is not None and isinstance(out, Tensor) and out.ndim == 0 else []
-            made = None
+            # Python's max takes one of the two; the elements of a batch of one sample are compared by torch.
+            if made is not None and out.ndim == 0:
+                self._read.append(made)
+                [count] = (each for each in args if self._rank(each) == 3)
+                self._made[_place(count)] = (count, count._version, *made)
         elif name in _READS and isinstance(out, (int, float)) and (place := _place(args[0])) is not None:
             *_, count, floor = self._made.get(place, (None, None))
-            self._read.append((out if count is None else count, floor))
+            self._read.append((out, None) if floor is None else (count, floor))
         # Without gradient, a view that was changed in place has no node to ask for.
         if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None and out.numel() == 1:
             self._kept[out.grad_fn] = (out, out._version)
-        elif made is not None and (place := _place(out)) is not None:
-            self._made[place] = (out, out._version, *made)
+        elif (place := _place(out)) is not None and name not in _COMPARES:
+            self._made[place] = (out, out._version, *(made or (out, None)))
         return out
 
     def _made_of(self, name: str, args: Any, kwargs: Any) -> tuple[Tensor | None, Floor | None] | None:
-        """The count that a torch function takes, and its floor; neither: it makes a constant; None: it does no such."""
+        """The count that a torch function takes, and its floor; neither: it makes a constant; None: anything else."""
         if name in _CASTS and args and (known := self._made.get(_place(args[0]))) is not None:
             return known[2:]
         given = (*args, *kwargs.values()) if name in (*_FLOORS, *_COMPARES) and "max" not in kwargs else ()
@@ -75,7 +78,7 @@ class Values(TorchFunctionMode):
         if "add" in name and not (isinstance(by, (int, float)) and abs(by) < 1e-2):
             return None
         eps = torch.finfo(count.dtype if count.is_floating_point() else torch.get_default_dtype()).eps
-        return count.clone(), (by, 0.0) if "add" in name and abs(by) > eps else (0.0, by)
+        return count.clone(), Floor(by, 0.0) if "add" in name and abs(by) > eps else Floor(0.0, by, name in _COMPARES)
 
     def _rank(self, given: Any) -> int:
         """3: a count; 2: a constant, which may be one; 1: a number of Python, which is none; 0: anything else."""
@@ -88,27 +91,29 @@ class Values(TorchFunctionMode):
         unknown = bool(self._read)
         for factor in factors:
             made = self._made.get(_place(factor.value)) if factor.divides else None
-            if made is not None and made[2] is not None:
-                current = made[0]._version == made[1]
-                yield factor._replace(floor=made[3], below=made[2]) if current else factor
-            elif factor.divides and unknown:
+            count, floor = (None, None) if made is None or made[0]._version != made[1] else made[2:]
+            if factor.divides and unknown and (made is None or made[2] is None):
                 # What has read a count has waited for it.
-                with torch._C.DisableTorchFunction():
-                    count, floor = self._read_as(float(factor.value))
-                unknown = count is None
-                below = None if count is None else torch.tensor(count, dtype=torch.float64)
-                yield factor._replace(floor=floor, below=below)
-            else:
-                yield factor
+                count, floor = self._read_as(float(factor.value))
+                unknown = floor is None
+            # It may be compared with another number than its floor.
+            elif (
+                floor is not None and floor.read and on_host(factor.value) and floor.over(count) != float(factor.value)
+            ):
+                floor = None
+            yield factor if floor is None else factor._replace(floor=floor, below=count)
 
-    def _read_as(self, value: float) -> tuple[float | None, Floor | None]:
+    def _read_as(self, value: float) -> tuple[Tensor | None, Floor | None]:
         """The count that Python may have kept from zero to get a value, and the floor; None: unknown."""
         bare = [float(count) for count, floor in self._read if floor is None and float(count).is_integer()]
         known = [(float(count), floor) for count, floor in self._read if floor is not None]
-        fits = {count: by for count, by in known if max(count + by[0], by[1]) == value}
+        fits = {count: floor for count, floor in known if floor.over(count) == value}
         if not fits and bare and max(sum(bare), 1.0) == value:
-            fits = {sum(bare): (0.0, 1.0)}
-        return next(iter(fits.items())) if len(fits) == 1 else (None, None)
+            fits = {sum(bare): Floor(0.0, 1.0, read=True)}
+        if len(fits) != 1:
+            return None, None
+        [(count, floor)] = fits.items()
+        return torch.tensor(count, dtype=torch.float64), floor
 
     def of(self, node: Any) -> Tensor | None:
         """What a node returned, without its graph; None: unknown, or changed since."""

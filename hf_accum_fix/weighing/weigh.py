@@ -188,7 +188,8 @@ class _MicroBatch:
         # 16 bits round the count.
         seen = planned if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
         below = None if spec.floor is None else term.factors[spec.counts[0]].below
-        if below is None and spec.floor is not None and on_host(divisor) and divisor <= spec.floor[1]:
+        by_chance = below is None or (known and spec.floor is not None and spec.floor.read and differ(below, planned))
+        if by_chance and spec.floor is not None and on_host(divisor) and divisor <= spec.floor.least:
             self.part.changed = f"{term.name} divides by its floor, and the count below it was not seen"
         elif below is not None:
             if differ(kept(below, spec.floor), divisor):

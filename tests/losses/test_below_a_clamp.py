@@ -18,7 +18,7 @@ from hf_accum_fix.window import host
 from tests.losses.models import points
 from tests.losses.seen import Points, Seen, bare
 from tests.losses.verdicts import by_trainer
-from tests.numerics.heads import Sample
+from tests.numerics.heads import Sample, seeded
 from tests.ranks import on_ranks
 from tests.trainings import Case, cells, computing
 
@@ -340,3 +340,35 @@ def test_the_counts_below_are_looked_for_where_a_look_has_seen_a_clamp_alone(mon
         entered.clear()
         trained = by_trainer(case, (2, 4), "apply")
         assert trained.exact and {*entered} == values
+
+
+def by_samples(s: Seen) -> Tensor:
+    return F.cross_entropy(s.logits, s.batch["labels"], reduction="sum") / len(s.logits)
+
+
+def by_mask(s: Seen) -> Tensor:
+    kept = s.batch["labels"] >= 0
+    return (F.cross_entropy(s.logits, s.batch["labels"], reduction="none") * kept).sum() / kept.sum()
+
+
+def logged(mean: Callable[[Seen], Tensor]) -> Callable[[Seen], Tensor]:
+    def loss(s: Seen) -> Tensor:
+        int((s.logits.argmax(-1) == s.batch["labels"]).sum())
+        return mean(s)
+
+    return loss
+
+
+@pytest.mark.parametrize("misses", [{}, {2: 3, 3: 4}, {0: 0, 1: 7, 3: 1}], ids=str)
+@pytest.mark.parametrize("mean", [by_samples, by_mask])
+def test_what_is_read_for_a_log_is_no_count(mean: Callable[[Seen], Tensor], misses: dict[int, int]) -> None:
+    """A single sample is right, as often as it is one: until one is wrong that no look sees."""
+    model = seeded(lambda: Points(out=6))()
+    windows = [points(lambda *_: {}, number) for number in range(5)]
+    for number, samples in enumerate(windows):
+        for index, sample in enumerate(samples):
+            sample["labels"] = (model.logits(sample["x"]).argmax() + (misses.get(number) == index)) % 6
+    case = replace(case_of("logged", logged(mean)), windows=windows, rate=1e-4)
+    ours = by_trainer(case, (1, 8), "apply")
+    assert ours.worst <= 1e-9 and (ours.exact or (mean is by_samples and misses == {2: 3, 3: 4}))
+    assert ours.exact is not bool(ours.said)
