@@ -25,12 +25,9 @@ from hf_accum_fix.learning.look import LossRun
 from hf_accum_fix.options import Options
 from hf_accum_fix.trace.preserve import preserved_state
 
-#: How the loss is reduced then.
 CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of all samples of a step")
-
 #: Relative difference of vectors, and of losses, that rounding explains.
 _ROUNDING = defaultdict(lambda: 5e-2, {torch.float64: 1e-9, torch.float32: 1e-4})
-
 #: Of a window: the relative difference that rounding explains, and losses.
 Noted = tuple[float, dict[str, list[float]]]
 
@@ -184,15 +181,17 @@ def _gathered(host: Training, own: Sequence[Tensor], shapes: Sequence[Sequence[A
 def _known(host: Training, run: LossRun, named: Sequence[str]) -> dict[str, nn.Module]:
     """The modules at which a loss is cut, as far as they are known; whatever never can be cut is refused."""
     norms = [name for name, each in run.model.named_modules() if isinstance(each, _BatchNorm) and each.training]
+    past = host.world.size > 1 and any(hasattr(getattr(each, "loss", None), "sentence_embedder") for each in run.others)
     for found, words in (
+        (past, "a loss that calls its model past DistributedDataParallel; expected one that calls it; use one rank"),
         (bool(norms), f"BatchNorm in training mode ({', '.join(norms)}); expected none; call .eval() on it"),
         (host.world.size != host.world.data_ranks, "ranks that share samples; expected data-parallel ranks only"),
         (is_compiled(host.model), "compiled code, which calls no hooks; expected eager code; set torch_compile=False"),
     ):
         if found:
             raise UnsupportedSetupError(f"got coupled_loss='exact' and {words}, or leave the option out")
-    samplers = [str(getattr(getattr(each, "args", None), "batch_sampler", "")).lower() for each in run.others]
-    if any("no_duplicates" in each for each in samplers):
+    samplers = str([getattr(getattr(each, "args", None), "batch_sampler", "") for each in run.others])
+    if "no_duplicates" in samplers.lower():
         words = "looks at a micro-batch; expected no text twice in a window, as its own negative; drop duplicates"
         host.warn_once("duplicates", f"{host.head}: got batch_sampler NO_DUPLICATES, which {words} from the data set")
     return cuts_of(run.model, named, run.others)

@@ -75,6 +75,7 @@ def adapted(losses: Any, model: Any) -> Any:
 
 #: Rows that are no `OBJECTIVES`.
 ROWS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "classes": lambda: [{"text": row["prompt"], "label": at % 2} for at, row in enumerate(prompts_and_answers())],
     "triples": triples,
     "five negatives": lambda: triples(5),
     "margins": lambda: [{**row, "label": 0.1 * at - 0.3} for at, row in enumerate(triples())],
@@ -94,6 +95,8 @@ LOSSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "Matryoshka with a negative": ("triples", around("MatryoshkaLoss")),
     "GOR of three columns": ("triples", of("GlobalOrthogonalRegularizationLoss")),
     "GIST with a negative": ("triples", guided),
+    "triplets of classes": ("classes", of("BatchAllTripletLoss")),
+    "hard triplets of classes": ("classes", of("BatchHardTripletLoss")),
 }
 #: Means over samples, which no cut changes.
 PLAIN = {"MarginMSE": ("margins", of("MarginMSELoss")), "cosine": ("cosine similarity", of("CosineSimilarityLoss"))}
@@ -214,14 +217,20 @@ def _on_a_rank(name: str, cut: tuple[int, int], folder: str, convention: str = "
         *((name, (2, 2), "exact") for name in ("GIST with a negative", "MNRL with a negative, LoRA")),
         ("gathers", (2, 2), "rank"),
         ("gathers", (2, 2), "exact"),
+        ("triplets of classes", (2, 2), "exact"),
     ],
 )
 def test_two_ranks(name: str, cut: tuple[int, int], convention: str, folder: Path) -> None:
-    """The global batch, or refused: who gathers over ranks by itself gets the window's vectors of its own rank."""
+    """The global batch, or refused: who gathers over ranks by itself gets the window's vectors of its own rank.
+
+    Triplets call a model of which DDP averages nothing.
+    """
     reference = trained("MNRL with a negative" if name == "gathers" else name, "stock", (8, 1), folder)
     for change in on_ranks(_on_a_rank, name, cut, str(folder), convention):
         if (name, convention) == ("gathers", "exact"):
             assert "runs a collective itself" in change and "coupled_loss='rank'" in change
+        elif name == "triplets of classes":
+            assert "past DistributedDataParallel" in change
         else:
             assert relative(change, reference.change) < 1e-9
 
