@@ -216,14 +216,17 @@ def join(one: Batch, other: Batch, blocks: int = 1) -> dict[str, Any] | None:
 
     Several ``blocks``: both parts of the first, then of the second. A batch joined with itself keeps what has no rows.
     """
-    if any(each in key for key in one for each in _OF_GRAPHS):
+    numbers_on = blocks == 1 and all(_is_of_graph("batch", each.get("batch")) for each in (one, other))
+    if any(each in key and not (numbers_on and key == "edge_index") for key in one for each in _OF_GRAPHS):
         return None
     result: dict[str, Any] = {}
     on_left = _pads_on_left(one) | _pads_on_left(other)
     for key, value in one.items():
         second: Any = other.get(key)
         joined: Any = None
-        if isinstance(value, Tensor) and isinstance(second, Tensor):
+        if isinstance(value, Tensor) and isinstance(second, Tensor) and key == "edge_index":
+            joined = torch.cat([value, second + len(one["batch"])], 1) if len(value) == len(second) == 2 else None
+        elif isinstance(value, Tensor) and isinstance(second, Tensor):
             joined = _concatenated(key, value, second, on_left=key in on_left)
         elif isinstance(value, Mapping) and isinstance(second, Mapping):
             joined = join(value, second) if blocks == 1 else None
@@ -262,7 +265,7 @@ def _concatenated(key: str, one: Tensor, other: Tensor, *, on_left: bool) -> Ten
     """Two inputs as one, padded along the axis that differs; position ids of three axes have their samples second."""
     if one.ndim == 0 or one.ndim != other.ndim or not (_is_plain(one) and _is_plain(other)):
         return None
-    if _is_of_graph(key, one) and _is_of_graph(key, other):  # No edges are joined.
+    if _is_of_graph(key, one) and _is_of_graph(key, other):
         other = other + one[-1] + 1 if key == "batch" else other[1:] + one[-1]
     axis = int("position" in key and one.ndim == 3 and len(one) == 3)
     wider = [at for at in range(one.ndim) if at != axis and one.shape[at] != other.shape[at]]

@@ -221,6 +221,10 @@ def test_graphs_are_numbered_on() -> None:
     one = {"x": torch.ones(3, 2), "batch": torch.tensor([0, 0, 1]), "ptr": torch.tensor([0, 2, 3])}
     other = {"x": torch.ones(2, 2), "batch": torch.tensor([0, 0]), "ptr": torch.tensor([0, 2])}
     joined = join(one, other)
+    edges = {"edge_index": torch.tensor([[0, 1, 1], [1, 0, 1]])}
+    with_edges = join({**one, **edges}, {**other, **edges})
+    assert with_edges is not None and with_edges["edge_index"].tolist() == [[0, 1, 1, 3, 4, 4], [1, 0, 1, 4, 3, 4]]
+    assert join({**one, **edges}, {**other, **edges}, 2) is None and join(edges, edges) is None
     assert joined is not None and joined["x"].shape == (5, 2)
     assert joined["batch"].tolist() == [0, 0, 1, 2, 2] and joined["ptr"].tolist() == [0, 2, 3, 5]
     assert not [split for split in splits([one]) if split.group or (split.apart and split.are_distinct)]
