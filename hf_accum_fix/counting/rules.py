@@ -117,7 +117,7 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     yield from (Items((key,), 0) for key in target_masks)
     yield Items()
     yield from (Items((key,), 0) for key in attended)
-    yield from (Items((key,), 0, shift=True) for key in attended if tensors[key].ndim == 2)
+    yield from (Items((key,), 0, shift=True) for key in (*target_masks, *attended) if tensors[key].ndim == 2)
     integers = [key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point()]
     yield from (Items((key,), None) for key in integers)
     for key in (*(each for each in labels if each != "shift_labels"), *target_masks):
