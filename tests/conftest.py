@@ -47,7 +47,6 @@ SLOW = (
     "test_on_ranks.py",
     "verify/test_cost.py",
     "verify/test_eval_loss.py",
-    "verify/test_two_ranks.py",
     "verify/test_verdicts.py",
     "verify/test_verify.py",
 )
