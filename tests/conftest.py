@@ -42,7 +42,6 @@ SLOW = (
     "loop/test_two_ranks.py",
     "numerics/test_zoo.py::test_no_class_is_looked_up_at_import",
     "router/test_conventions.py",
-    "router/test_said.py",
     "test_applying.py::test_a_fork_while_a_thread_applies_hangs_in_no_child",
     "test_on_ranks.py",
     "verify/test_cost.py",
