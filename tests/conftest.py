@@ -30,7 +30,6 @@ SLOW = (
     "cli/test_commands.py::test_it_starts_light[doctor]",
     "cli/test_doctor.py::test_a_class_of_transformers",
     "cli/test_end_to_end.py",
-    "cli/test_require.py",
     "cli/test_verify.py",
     "clients/test_preference.py",
     "clients/test_sft.py",
