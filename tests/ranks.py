@@ -72,8 +72,9 @@ def join(patience: float | None = None) -> None:
 
 
 def selected(request: pytest.FixtureRequest) -> list[Any]:
-    """The ``case`` of every test of a module that will run."""
-    return [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    """The ``case`` of every test of a module that will run and has one."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return [call.params["case"] for call in calls if call is not None and "case" in call.params]
 
 
 def row_of_each(

@@ -83,12 +83,16 @@ def stacked(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "attn_implementation": "sdpa",
+}  # fmt: skip
+
+
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens, attn_implementation="sdpa"))
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
 def lora(model: nn.Module) -> nn.Module:

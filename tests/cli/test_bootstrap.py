@@ -47,10 +47,6 @@ def python(script: str, *pythonpath: Path | str, flags: tuple[str, ...] = (), **
 PATCHED = "import transformers.trainer as t; print(t.Trainer.patched)"
 
 
-def test_the_trainer_is_patched_as_soon_as_it_is_imported(stand_in: Path) -> None:
-    assert python(PATCHED, stand_in) == ("True\n", ON)
-
-
 def test_nothing_else_is_touched(stand_in: Path) -> None:
     script = (
         "import sys, json, transformers;"
@@ -81,26 +77,24 @@ def test_spawned_workers_are_patched(stand_in: Path, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("True\n", ON)
 
 
-OFF = "hf-accum-fix: NOT on: "
-
-
-@pytest.mark.parametrize("rank", [{}, {"RANK": "1"}, {"LOCAL_RANK": "3"}])
-@pytest.mark.parametrize("announced", [{}, {"PYTHON_HF_ACCUM_FIX_ANNOUNCED": "1"}])
-def test_a_process_without_the_patch_prints_that_whatever_was_printed_before(
-    rank: dict[str, str], announced: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_process_without_the_patch_prints_that_whatever_was_printed_before(tmp_path: Path) -> None:
     """A launcher on another Python, or on another machine, prints "is on"; the rank that trains stock is this one."""
     write(tmp_path / "transformers/__init__.py", "")
     write(tmp_path / "transformers/trainer.py", TRAINER)
     write(tmp_path / "hf_accum_fix/__init__.py", "")  # of an age without a command line
-    out, printed = python(PATCHED, tmp_path, **rank, **announced)
-    assert out == "False\n"
-    assert printed.startswith(OFF) and printed.count("\n") == 1
+    for rank in ({}, {"RANK": "1", "PYTHON_HF_ACCUM_FIX_ANNOUNCED": "1"}, {"LOCAL_RANK": "3"}):
+        out, printed = python(PATCHED, tmp_path, **rank)
+        assert out == "False\n" and printed.startswith("hf-accum-fix: NOT on: ") and printed.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("rank", "line"), [({"RANK": "0"}, ON), ({"RANK": "1"}, ""), ({"RANK": "4", "LOCAL_RANK": "0"}, "")]
+#: Variables, and what is printed: the first rank speaks, as soon as the Trainer is imported.
+RANKS = (
+    *(({}, ON), ({"RANK": "0"}, ON)),
+    *(({"RANK": "1"}, ""), ({"RANK": "4", "LOCAL_RANK": "0"}, "")),
 )
+
+
+@pytest.mark.parametrize(("rank", "line"), RANKS)
 def test_the_first_rank_speaks(rank: dict[str, str], line: str, stand_in: Path) -> None:
     assert python(PATCHED, stand_in, **rank) == ("True\n", line)
 
@@ -119,25 +113,27 @@ def test_no_further_attempt_gets_a_stock_trainer(refusal: str, stand_in: Path) -
     assert python(script, stand_in) == ("no\nno\n", "")
 
 
-def test_the_hidden_one_runs_and_is_the_module(stand_in: Path, tmp_path: Path) -> None:
-    hidden = write(tmp_path / "theirs" / "sitecustomize.py", "import sys\nprint('theirs')\nsys.path.append('/added')\n")
-    script = f"import sys; print(sys.modules['sitecustomize'].__file__, sys.path[1], sys.path[-1]); {PATCHED}"
-    out, printed = python(script, hidden.parent, stand_in)
-    assert (out, printed) == (f"theirs\n{hidden} {BOOTSTRAP} /added\nTrue\n", ON)
-
-
-THEIR_FINDERS = "import sys; from importlib.machinery import PathFinder, BuiltinImporter, FrozenImporter; "
-CLEARED = {
-    "cleared": "sys.meta_path.clear(); sys.meta_path += [BuiltinImporter, FrozenImporter, PathFinder]",
-    "another list": "sys.meta_path = [BuiltinImporter, FrozenImporter, PathFinder]",
-    "and imported": "sys.meta_path[:] = [BuiltinImporter, FrozenImporter, PathFinder]; import transformers.trainer",
+FINDERS = "[BuiltinImporter, FrozenImporter, PathFinder]"
+#: The sitecustomize that ours hides; those that clear the finders do not remove ours.
+THEIRS = {
+    "prints": "sys.path.append('/added')",
+    "clears": f"sys.meta_path.clear(); sys.meta_path += {FINDERS}",
+    "another list": f"sys.meta_path = {FINDERS}",
+    "and imports": f"sys.meta_path[:] = {FINDERS}; import transformers.trainer",
 }
 
 
-@pytest.mark.parametrize("clear", CLEARED.values(), ids=CLEARED)
-def test_a_hidden_one_that_clears_the_finders_does_not_remove_ours(clear: str, stand_in: Path, tmp_path: Path) -> None:
-    hidden = write(tmp_path / "theirs" / "sitecustomize.py", THEIR_FINDERS + clear)
-    assert python(PATCHED, hidden.parent, stand_in) == ("True\n", ON)
+@pytest.mark.parametrize("name", THEIRS)
+def test_the_hidden_one_runs_and_is_the_module_and_ours_stays(name: str, stand_in: Path, tmp_path: Path) -> None:
+    begins = (
+        "import sys; from importlib.machinery import PathFinder, BuiltinImporter, FrozenImporter; print('theirs'); "
+    )
+    hidden = write(tmp_path / "theirs" / "sitecustomize.py", begins + THEIRS[name])
+    script = f"import sys; print(sys.modules['sitecustomize'].__file__, sys.path[1], sys.path[-1]); {PATCHED}"
+    out, printed = python(script, hidden.parent, stand_in)
+    first, second, patched = out.splitlines()
+    assert (first, patched, printed) == ("theirs", "True", ON)
+    assert second.startswith(f"{hidden} {BOOTSTRAP} ") and second.endswith(" /added") == (name == "prints")
 
 
 def test_pythonpath_of_the_user_is_kept_behind_ours_and_absolute(
@@ -170,21 +166,21 @@ def theirs(self: Any, model: Any, inputs: Any, return_outputs: Any = False, num_
     """Another package's replacement of compute_loss."""
 
 
-THEIRS = f"{__name__}.theirs"
+FOREIGN = f"{__name__}.theirs"
 
 
 def test_it_is_on_with_the_options_that_travelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, environment_for(Options(allow_foreign=(THEIRS,)), {})[VARIABLE])
+    monkeypatch.setenv(VARIABLE, environment_for(Options(allow_foreign=(FOREIGN,)), {})[VARIABLE])
     monkeypatch.setattr(Trainer, "compute_loss", theirs)
     assert f"{hf_accum_fix.__version__} is on and fits transformers " in apply_inherited()
     handle = hf_accum_fix.active_handle()
-    assert handle is not None and handle.active and handle.options.allow_foreign == (THEIRS,)
+    assert handle is not None and handle.active and handle.options.allow_foreign == (FOREIGN,)
     hf_accum_fix.revert()
 
 
 def test_a_refusal_is_no_error_that_a_script_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(Trainer, "compute_loss", theirs)
-    with pytest.raises(SystemExit, match=f"hf-accum-fix: got {THEIRS} in place of Trainer.compute_loss"):
+    with pytest.raises(SystemExit, match=f"hf-accum-fix: got {FOREIGN} in place of Trainer.compute_loss"):
         apply_inherited()
     assert hf_accum_fix.active_handle() is None

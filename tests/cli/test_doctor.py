@@ -132,7 +132,7 @@ def test_a_class_of_transformers(
     assert patched["verdict"]["kind"] == "exact" and (defect is None or defect in stock["defects"])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_detection_is_answered(tmp_path: Path) -> None:
     """Boxes are listed image by image; a checkpoint keeps its backbone."""
     HEADS["DFineForObjectDetection"].build().float().save_pretrained(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,13 +40,6 @@ def train(command: tuple[Any, ...], folder: Path, ranks: int) -> tuple[dict[str,
 
 
 @pytest.mark.timeout(600)
-def test_without_run_it_is_not_exact(tmp_path: Path) -> None:
-    _, _, error, printed = train(ONE_RANK, tmp_path, 1)
-    assert error > 1
-    assert ON not in printed
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
@@ -56,7 +48,10 @@ def test_without_run_it_is_not_exact(tmp_path: Path) -> None:
         pytest.param(ITS_OWN_TORCHRUN, 2, id="its-own-torchrun"),
     ],
 )
-def test_under_run_it_is_exact(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
+def test_under_run_it_is_exact_and_without_it_is_not(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
+    if ranks == 1:
+        _, _, error, printed = train(command, tmp_path, ranks)
+        assert error > 1 and ON not in printed
     found, reference, error, printed = train((*RUN, *command), tmp_path, ranks)
     assert error <= HEAD.tolerance
     assert found["loss"] == pytest.approx(reference.loss, rel=1e-4)  # the log is rounded by some releases
@@ -87,14 +82,10 @@ def test_the_script_of_the_readme_prints_what_it_shows(command: str, tmp_path: P
         assert [*map(float, found.groups())] == pytest.approx([*map(float, NUMBER.findall(start_of_line))], rel=5e-3)
 
 
-def python(script: str, *pythonpath: Path) -> subprocess.CompletedProcess[str]:
-    return start([*RUN, sys.executable, "-c", script], environment(*pythonpath, ROOT))
-
-
 def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
     """`from transformers import Trainer` makes an ImportError of errors, and scripts have a way on for that."""
     made_release(tmp_path, "4.40.0")
     script = "try:\n    from transformers import Trainer\nexcept Exception:\n    print('goes on without')\n"
-    done = python(script, tmp_path)
+    done = start([*RUN, sys.executable, "-c", script], environment(tmp_path, ROOT))
     assert (done.returncode, done.stdout) == (1, "")
     assert "hf-accum-fix: got transformers 4.40.0; expected a release from" in done.stderr

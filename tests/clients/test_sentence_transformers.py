@@ -44,10 +44,8 @@ class Objective:
 
 
 def rated() -> Rows:
-    return [
-        {"first": row["good"], "second": row["bad"], "label": 0.1 * index}
-        for index, row in enumerate(prompts_and_answers())
-    ]
+    rows = enumerate(prompts_and_answers())
+    return [{"first": row["good"], "second": row["bad"], "label": 0.1 * index} for index, row in rows]
 
 
 def answered() -> Rows:
@@ -98,12 +96,8 @@ def sentences_step(
             modules = [encoder, Pooling(encoder.get_embedding_dimension())]
             model = st.SentenceTransformer(modules=modules, device="cpu")
         model = model.double()
-        return type(stock.__name__, bases, {})(
-            model=model,
-            args=args,
-            train_dataset=Dataset.from_list([dict(row) for row in objective.rows()]),
-            loss=getattr(place, objective.loss)(model),
-        )
+        data, loss = Dataset.from_list([dict(row) for row in objective.rows()]), getattr(place, objective.loss)(model)
+        return type(stock.__name__, bases, {})(model=model, args=args, train_dataset=data, loss=loss)
 
     return step_of(make, path)
 
@@ -113,13 +107,10 @@ def sentences_step(
 pytestmark = pytest.mark.slow
 
 WHOLE = (8, 1)
-SPLITS = ((2, 4), (1, 8))
-WITH_SHORT_MICRO_BATCH = (3, 3)
 TOLERANCE = 1e-9
 
 Reference = Callable[[str], Step]
 names = pytest.mark.parametrize("name", OBJECTIVES)
-splits = pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
 
 
 @pytest.fixture(scope="module")
@@ -141,35 +132,20 @@ def test_the_full_batch_is_left_bit_for_bit_and_not_warned_of(
     """One micro-batch a step on one rank: there is nothing to accumulate, and nothing to warn of."""
     step, wanted = sentences_step(OBJECTIVES[name], path, *WHOLE, folder), reference(name)
     assert all(torch.equal(step.change[key], wanted.change[key]) for key in wanted.change)
-    assert step.loss == wanted.loss
-    assert not said()
+    assert step.loss == wanted.loss and not said()
 
 
-@splits
+@pytest.mark.parametrize("split", [(2, 4), (1, 8), (3, 3)], ids=lambda split: "x".join(map(str, split)))
 @names
 def test_no_cut_is_further_from_the_full_batch_than_in_stock(
     name: str, split: tuple[int, int], folder: Path, reference: Reference
 ) -> None:
+    """Of three, three and two samples stock is off by 0.08 where the loss is a mean over samples."""
     objective, wanted = OBJECTIVES[name], reference(name)
-    stock = sentences_step(objective, "stock", *split, folder)
-    step = sentences_step(objective, "apply", *split, folder)
-    (run,) = observations.recorded()
-    if objective.item_mean:
-        assert stock.error(wanted) <= TOLERANCE
-        assert step.error(wanted) <= TOLERANCE
-        assert step.loss == pytest.approx(wanted.loss, rel=FLOAT32_LOSS)
-    else:
-        assert step.error(wanted) <= stock.error(wanted) + TOLERANCE
-        assert not run["exact"]
-
-
-@names
-def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, reference: Reference) -> None:
-    """Three, three and two samples: stock is off by 0.08 where the loss is a mean over samples."""
-    objective, wanted = OBJECTIVES[name], reference(name)
-    stock = sentences_step(objective, "stock", *WITH_SHORT_MICRO_BATCH, folder)
-    step = sentences_step(objective, "apply", *WITH_SHORT_MICRO_BATCH, folder)
+    stock, step = (sentences_step(objective, path, *split, folder) for path in ("stock", "apply"))
     (run,) = observations.recorded()
     assert step.error(wanted) <= stock.error(wanted) + TOLERANCE
-    if run["exact"]:
-        assert step.error(wanted) <= TOLERANCE
+    assert not run["exact"] or (objective.item_mean and step.error(wanted) <= TOLERANCE)
+    if objective.item_mean and split != (3, 3):
+        assert max(stock.error(wanted), step.error(wanted)) <= TOLERANCE
+        assert step.loss == pytest.approx(wanted.loss, rel=FLOAT32_LOSS)

@@ -1,36 +1,161 @@
 """TRL's SFTTrainer: its own loss, its fused head, its collators; every cut takes the full batch's step.
 
 It never calls ``super().compute_loss`` and divides by the number it is handed, so it is right by itself wherever the
-Trainer hands it one; for a head that declares ``accepts_loss_kwargs = False`` the Trainer does not.
+Trainer hands it one; for a head that declares ``accepts_loss_kwargs = False`` the Trainer does not. Its fused head
+computes log-probabilities in float32 whatever the model's type, so that steps agree to float32's rounding.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import peft
 import pytest
 import torch
+from torch import Tensor, nn
+from trl import SFTConfig, SFTTrainer
 
-import hf_accum_fix
 from hf_accum_fix import observations
-from tests.clients.sft import SPLITS, WAYS, Way, indices, sft_reference, sft_step, tokens
+from hf_accum_fix.trainer import GlobalBatchTrainer
+from tests.clients.words import prompts_and_answers, tokenizer
 from tests.logged import Said
-from tests.numerics.heads import FLOAT32_LOSS
-from tests.numerics.parity import Step, cut, reference_step
+from tests.numerics.heads import FLOAT32_LOSS, HEADS, Batch, Head, Sample, llama, seeded
+from tests.numerics.heads.head import declared_false
+from tests.numerics.heads.samples import text
+from tests.numerics.parity import Recorder, Step, applied, cut, reference_step, step_of, training_arguments
 from tests.ranks import on_ranks, same_on_all_ranks
 from tests.router.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, flat, twin, with_coefficient
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+datasets.disable_progress_bars()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of using SFTTrainer.
+
+    Attributes:
+        head: model, samples, and the loss of a batch of documents.
+        rows: what SFTTrainer is given: columns of a data set.
+        config: further arguments of SFTConfig.
+        own_collator: the head's batches in place of TRL's collator; a row then holds the index of its sample.
+        stock_wrong: the stock step is off by more than 1e-3 for the split (2, 4).
+    """
+
+    head: Head
+    rows: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    own_collator: bool = False
+    stock_wrong: bool = False
+
+
+def tokens(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    return [{key: sample[key].tolist() for key in ("input_ids", "labels")} for sample in samples]
+
+
+def indices(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Rows of tokens, each with the index under which the collator finds the whole sample."""
+    return [{**row, "index": index} for index, row in enumerate(tokens(samples))]
+
+
+def completions() -> list[dict[str, Any]]:
+    return [{"prompt": row["prompt"], "completion": row["good"]} for row in prompts_and_answers()]
+
+
+def dft(model: nn.Module, batch: Batch) -> Tensor:
+    """Dynamic fine-tuning: every token's loss times its own probability, without gradient through that."""
+    labels = batch.pop("labels")[:, 1:]
+    log_p = model(**batch)["logits"][:, :-1].double().log_softmax(-1)
+    log_p = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    valid = labels != -100
+    return -(log_p * log_p.exp().detach() * valid).sum() / valid.sum()
+
+
+def lora() -> nn.Module:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama(), config)
+
+
+def ways() -> dict[str, Way]:
+    plain, moe = HEADS["llama"], HEADS["qwen3-moe"]
+    ragged = tokens(plain.samples)
+    twice = text(lengths=(5, 17, 9, 3, 22, 11, 6, 14) * 2, seed=1)
+    packed = {"packing": True, "max_length": 24}
+    smooth, blank, vl, llava = (HEADS[n] for n in ("llama-smoothing", "llama-empty-micro-batches", "qwen-vl", "llava"))
+    as_given = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    return {
+        "tokens": Way(plain, ragged),
+        "prompt and completion": Way(plain, completions()),
+        # TRL's own preparation would drop them.
+        "micro-batches without a target": Way(blank, indices(blank.samples), as_given, own_collator=True),
+        "padding-free": Way(plain, ragged, {"padding_free": True, "max_length": None}),
+        "packed": Way(plain, tokens(twice), packed),
+        "packed, wrapped": Way(plain, tokens(twice), {**packed, "packing_strategy": "wrapped"}),
+        "dft": Way(replace(plain, loss=dft), ragged, {"loss_type": "dft"}),
+        "label smoothing": Way(smooth, ragged, smooth.arguments),
+        "LoRA": Way(replace(plain, build=seeded(lora)), ragged),
+        "mixture of experts": Way(moe, tokens(moe.samples)),
+        "mixture of experts, declared false": Way(
+            replace(moe, build=declared_false(moe.build)), tokens(moe.samples), stock_wrong=True
+        ),
+        "LLaVA": Way(llava, indices(llava.samples), as_given, own_collator=True),
+        "Qwen-VL, declared false": Way(vl, indices(vl.samples), as_given, own_collator=True, stock_wrong=True),
+    }
+
+
+WAYS = ways()
+
+
+def sft_step(way: Way, path: str, per_device: int, accumulate: int, output: Path, **config: Any) -> Step:
+    """One step, or more, of SFTTrainer: stock, by the patch or by the subclass, which is put last."""
+    given = {"bf16": False, "gradient_checkpointing": False, **way.config, **config}
+    args = training_arguments(output, per_device, accumulate, kind=SFTConfig, **given)
+    cls = type("SFT", (Recorder, SFTTrainer, *[GlobalBatchTrainer] * (path == "trainer")), {})
+
+    def batch(rows: Sequence[Any]) -> Batch:
+        return way.head.batch([way.head.samples[row["index"]] for row in rows])
+
+    def make() -> Any:
+        return cls(
+            model=way.head.build(),
+            args=args,
+            train_dataset=datasets.Dataset.from_list(list(way.rows)),
+            processing_class=tokenizer(),
+            data_collator=batch if way.own_collator else None,
+        )
+
+    return step_of(make, path)
+
+
+def sft_reference(way: Way, trainer: Any, per_device: int) -> Step:
+    """The full-batch step over what TRL made of the rows, every document by itself."""
+    samples = list(way.head.samples) if way.own_collator else documents(trainer.train_dataset)
+    return reference_step(way.head, cut(samples, per_device))
+
+
+def documents(rows: Any) -> list[Sample]:
+    """The documents of prepared rows, of which a packed row holds several."""
+    found = []
+    for row in rows:
+        lengths = row.get("seq_lengths") or [len(row["input_ids"])]
+        ids = torch.tensor(row["input_ids"]).split(lengths)
+        labels = torch.tensor(row.get("labels", row["input_ids"])).split(lengths)
+        found += [
+            {"input_ids": one, "attention_mask": torch.ones_like(one), "labels": label}
+            for one, label in zip(ids, labels, strict=True)
+        ]
+    return found
+
 
 EVERYDAY = (2, 4)
 splits = pytest.mark.parametrize(
     "split",
-    [pytest.param(each, marks=() if each in (EVERYDAY, (1, 8)) else pytest.mark.thorough) for each in SPLITS],
+    [EVERYDAY, (1, 8), *(pytest.param(each, marks=pytest.mark.thorough) for each in ((8, 1), (4, 2)))],
     ids=lambda split: "x".join(map(str, split)),
 )
 
@@ -67,7 +192,7 @@ def test_a_window_without_a_target_settles_nothing(tmp_path: Path) -> None:
     """Its loss is the router's alone, which does not move with the number; the next window tells."""
     head = WAYS["mixture of experts"].head
     blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in head.samples]
-    head = dataclasses.replace(head, samples=[*blank, *head.samples])
+    head = replace(head, samples=[*blank, *head.samples])
     as_given = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     way = Way(head, indices(head.samples), as_given, own_collator=True)
 
@@ -93,8 +218,8 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
             model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
             return model
 
-        head = dataclasses.replace(way.head, build=watched)
-        trainer = sft_step(dataclasses.replace(way, head=head), path, 4, 2, tmp_path).trainer
+        head = replace(way.head, build=watched)
+        trainer = sft_step(replace(way, head=head), path, 4, 2, tmp_path).trainer
         return trainer.state.log_history[0]
 
     stock = noted("stock")
@@ -110,77 +235,49 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
     }
 
 
-WAYS_ON_TWO_RANKS = (
-    "padding-free",
-    "micro-batches without a target",
-    "mixture of experts, declared false",
-)
+WAYS_ON_TWO_RANKS = ("padding-free", "micro-batches without a target", "mixture of experts, declared false")
 
 
-def rows_of() -> list[dict[str, Any]]:
+def rows_of() -> dict[str, dict[str, Any]]:
     """On each rank: SFTTrainer beside the float64 full batch."""
-    rows = []
-    for name, split in product(WAYS_ON_TWO_RANKS, [(2, 2)]):
-        row: dict[str, Any] = {"way": name, "split": split}
-        for path in ("apply", "trainer", "stock") if split == (2, 2) else ("apply",):
-            step = sft_step(WAYS[name], path, *split, Path(tempfile.gettempdir()) / "sft", ddp_backend="gloo")
-            row[path] = step.errors(sft_reference(WAYS[name], step.trainer, split[0]))
+    rows: dict[str, dict[str, Any]] = {}
+    for name in WAYS_ON_TWO_RANKS:
+        rows[name] = {}
+        for path in ("apply", "stock"):
+            step = sft_step(WAYS[name], path, 2, 2, Path(tempfile.gettempdir()) / "sft", ddp_backend="gloo")
+            rows[name][path] = step.errors(sft_reference(WAYS[name], step.trainer, 2))
             if path == "apply":
-                row["ranks_agree"] = same_on_all_ranks(step.change)
-        rows.append(row)
+                rows[name]["ranks_agree"] = same_on_all_ranks(step.change)
     return rows
 
 
 @pytest.mark.timeout(600)
 def test_two_ranks_take_the_full_batch_step() -> None:
-    rows = on_ranks(rows_of, timeout=500)[0]
-    for row in rows:
-        for path in row.keys() & {"apply", "trainer"}:
-            assert max(row[path].values()) <= FLOAT32_LOSS, row
-        if "stock" in row:
-            assert (row["stock"]["gradient"] > 0.1) == WAYS[row["way"]].stock_wrong, row
-        assert row["ranks_agree"], row
+    for name, row in on_ranks(rows_of, timeout=500)[0].items():
+        assert max(row["apply"].values()) <= FLOAT32_LOSS, row
+        assert (row["stock"]["gradient"] > 0.1) == WAYS[name].stock_wrong and row["ranks_agree"], row
 
 
-# --- tRL's SFTTrainer under each convention: it divides its router loss itself, and borrows Mixtral's for every -----
-
+# --- with a router's loss, which it divides itself, and borrows Mixtral's for every model -----------------------------
 
 FAMILY = "Qwen3-MoE"
 
 
-def sft(convention: str, per_device: int, coefficient: float, ranks: int = 1, **config: Any) -> Step:
+def sft(convention: str, per_device: int, coefficient: float, **config: Any) -> Step:
     """One step of SFTTrainer, stock or by the patch under a convention."""
     head = FAMILIES[FAMILY]
     way = Way(with_coefficient(head, coefficient), tokens(head.samples), config)
-    accumulate = len(head.samples) // per_device // ranks
-    options: Mapping[str, Any] = {"ddp_backend": "gloo"} if ranks > 1 else {}
-    with tempfile.TemporaryDirectory() as output:
-        if convention == "stock":
-            return sft_step(way, "stock", per_device, accumulate, Path(output), **options)
-        with hf_accum_fix.apply(router_loss=convention):
-            return sft_step(way, "stock", per_device, accumulate, Path(output), **options)
+    with tempfile.TemporaryDirectory() as output, applied("apply" * (convention != "stock"), router_loss=convention):
+        return sft_step(way, "stock", per_device, len(head.samples) // per_device, Path(output))
 
 
-def sft_error(convention: str, per_device: int, ranks: int = 1, **config: Any) -> tuple[float, Step]:
-    """Relative error of the auxiliary gradient, told by two steps, and the step with the coefficient."""
-    with InFloat64():
-        wanted, _ = twin(FAMILIES[FAMILY])
-        with_it = sft(convention, per_device, COEFFICIENT, ranks, **config)
-        found = flat(with_it.change) - flat(sft("stock", per_device, 0.0, ranks, **config).change)
-    return float((found - wanted).norm() / wanted.norm()), with_it
-
-
-sizes = pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=() if size == 4 else pytest.mark.slow) for size in (1, 4)]
-)
-
-
-@sizes
+@pytest.mark.parametrize("size", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [{}, {"padding_free": True, "max_length": None}], ids=["padded", "padding-free"])
-def test_exact_is_the_full_batch(config: dict[str, Any], size: int) -> None:
-    error, step = sft_error("exact", size, **config)
-    assert error <= TWIN
-    # What TRL logs is the mean of its micro-batches, and so the full batch's as well.
+def test_a_routers_loss_is_that_of_the_full_batch(config: dict[str, Any], size: int) -> None:
     with InFloat64():
-        value = twin(FAMILIES[FAMILY])[1] / COEFFICIENT
-    assert step.trainer.state.log_history[0]["aux_loss"] == pytest.approx(value, rel=1e-9)
+        wanted, value = twin(FAMILIES[FAMILY])
+        step = sft("exact", size, COEFFICIENT, **config)
+        found = flat(step.change) - flat(sft("stock", size, 0.0, **config).change)
+    assert float((found - wanted).norm() / wanted.norm()) <= TWIN
+    # What TRL logs is the mean of its micro-batches, and so the full batch's as well.
+    assert step.trainer.state.log_history[0]["aux_loss"] == pytest.approx(value / COEFFICIENT, rel=1e-9)

@@ -1,19 +1,30 @@
-"""What goes wrong on one rank of two, and the training that it happens in."""
+"""What goes wrong on one rank of two, and the training that it happens in.
+
+Run by torchrun on two gloo ranks, something happens in the second micro-batch of the third window:
+
+    torchrun --nproc_per_node 2 -m tests.faults.scenarios OUTPUT nothing|kill|terminate|resume
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import math
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, shifted_cross_entropy
-from tests.numerics.parity import ClassRecorder, training_arguments
+from tests.numerics.parity import ClassRecorder, trainable, training_arguments
+from tests.torchrun import leave
 
 #: Four windows of three micro-batches of one sample, on each of two ranks.
 STEPS, ACCUMULATE = 4, 3
@@ -41,14 +52,14 @@ def trainer(output: Path, **more: Any) -> Any:
 
 
 class InMicroBatch:
-    """A collator to which something happens on the second rank, in one micro-batch."""
+    """A collator to which something happens on the second rank, in one micro-batch, or in all of them."""
 
-    def __init__(self, happens: Callable[[Batch], Batch], at: int = AT) -> None:
+    def __init__(self, happens: Callable[[Batch], Batch], at: int | None = AT) -> None:
         self.happens, self.at, self.seen = happens, at, 0
 
     def __call__(self, rows: Sequence[Sample]) -> Batch:
         batch, self.seen = HEAD.batch(rows), self.seen + 1
-        return self.happens(batch) if on_second_rank() and self.seen == self.at + 1 else batch
+        return self.happens(batch) if on_second_rank() and self.at in (None, self.seen - 1) else batch
 
 
 class AfterOthers(InMicroBatch):
@@ -59,17 +70,6 @@ class AfterOthers(InMicroBatch):
         if on_second_rank() and self.seen == self.at:
             batch["label_ids"] = batch.pop("labels")
         return batch
-
-
-class Always:
-    """A collator to which something happens on the second rank, in every micro-batch."""
-
-    def __init__(self, happens: Callable[[Batch], Batch]) -> None:
-        self.happens = happens
-
-    def __call__(self, rows: Sequence[Sample]) -> Batch:
-        batch = HEAD.batch(rows)
-        return self.happens(batch) if on_second_rank() else batch
 
 
 def without_labels(batch: Batch) -> Batch:
@@ -134,7 +134,7 @@ def nan(loss: Tensor) -> Tensor:
 #: What must raise on every rank, by name: its trainer.
 RAISING: dict[str, Callable[[Path], Any]] = {
     "labels-missing-at-first": lambda output: trainer(output, data_collator=InMicroBatch(without_labels, 0)),
-    "labels-missing-everywhere": lambda output: trainer(output, data_collator=Always(without_labels)),
+    "labels-missing-everywhere": lambda output: trainer(output, data_collator=InMicroBatch(without_labels, None)),
     "labels-missing-later": lambda output: trainer(output, data_collator=InMicroBatch(without_labels)),
     "labels-missing-after-others": lambda out: trainer(out, data_collator=AfterOthers(without_labels, ACCUMULATE + 1)),
     "collator-raises-at-first": lambda output: trainer(output, data_collator=InMicroBatch(raising, 2)),
@@ -142,3 +142,43 @@ RAISING: dict[str, Callable[[Path], Any]] = {
     "iterator-ends": uneven,
     "contracts-differ": lambda output: trainer(output, model=OtherLoss().double()),
 }
+
+
+# --- a run that is cut ------------------------------------------------------------------------------------------------
+
+#: The second micro-batch of the third window.
+THIRD = 2 * ACCUMULATE + 1
+
+
+def killed(loss: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return loss
+
+
+def launcher_terminated(loss: Tensor) -> Tensor:
+    """What a cluster does whose time is up."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+    return loss
+
+
+HAPPENS = {"kill": killed, "terminate": launcher_terminated}
+
+
+def main(output: Path, what: str) -> None:
+    faulthandler.dump_traceback_later(60, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = InForward(HAPPENS.get(what, torch.clone), THIRD)
+    made = trainer(output, model=model, save_strategy="steps", save_steps=1)
+    made.train(resume_from_checkpoint=True if what == "resume" else None)
+    if dist.get_rank() == 0:
+        end = {name: parameter.tolist() for name, parameter in trainable(made.model).items()}
+        steps = [entry for entry in made.state.log_history if "loss" in entry]
+        logged = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in steps]
+        (output / "end.json").write_text(json.dumps({"parameters": end, "logged": logged}))
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

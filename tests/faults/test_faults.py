@@ -73,6 +73,8 @@ def test_what_stock_trains_is_trained_and_said(name: str, said: list[dict[str, A
     for rank in said:
         assert not rank[name]["raised"], rank[name]
         assert re.search(GOING_ON[name], rank[name]["warned"]), rank[name]
+        # A nan of one rank is the global batch's on both.
+        assert rank["nan"] == {"steps": STEPS, "finite": False}
 
 
 @pytest.mark.parametrize("name", SAYING)
@@ -84,16 +86,11 @@ def test_a_fault_on_one_rank_is_an_error_on_both(name: str, said: list[dict[str,
     assert max(first["seconds"], second["seconds"]) < 20
 
 
-def test_a_nan_loss_on_one_rank_is_the_global_batchs_on_both(said: list[dict[str, Any]]) -> None:
-    for rank in said:
-        assert rank["nan"] == {"steps": STEPS, "finite": False}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parameters at the end of a run to which nothing happened."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = torchrun("tests.faults.interrupted", folder, "nothing")
+    done = torchrun("tests.faults.scenarios", folder, "nothing")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -101,12 +98,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["kill", "terminate"])
 def test_a_run_that_is_cut_goes_on_from_its_last_checkpoint(fault: str, undisturbed: Path, tmp_path: Path) -> None:
-    cut = torchrun("tests.faults.interrupted", tmp_path, fault, timeout=90)
+    cut = torchrun("tests.faults.scenarios", tmp_path, fault, timeout=90)
     assert cut.returncode != 0
     assert not (tmp_path / "end.json").exists()
     kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert kept == ["checkpoint-1", "checkpoint-2"]
-    resumed = torchrun("tests.faults.interrupted", tmp_path, "resume")
+    resumed = torchrun("tests.faults.scenarios", tmp_path, "resume")
     assert resumed.returncode == 0, resumed.stderr[-4000:]
     found, wanted = (json.loads((folder / "end.json").read_text()) for folder in (tmp_path, undisturbed))
     # To the last bit.
@@ -127,7 +124,7 @@ def sweep(output: Path, room: int) -> subprocess.CompletedProcess[str]:
     return torchrun("recipes/llava_sweep.py", *SWEEP, "--output", output, preexec_fn=limit)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_full_disk_loses_nothing_of_the_sweep(tmp_path: Path) -> None:
     full = sweep(tmp_path / "out", room=ROOM)
     assert full.returncode != 0

@@ -163,6 +163,18 @@ def test_a_window_reads_no_number_and_adds_a_few_operations(name: str, more: int
     assert number == 4 and ours.operations <= bare.operations + 2 * more
 
 
+def looped(
+    model: Any, batches: Any, loss: Any = None, steps: int | None = None, live: Any = None, **options: Any
+) -> Any:
+    """The last window of one epoch, in windows of all micro-batches or of ``steps``."""
+    for window in accumulation_windows(batches, live, steps=steps or len(batches), **options):
+        for batch in window:
+            with window.micro_batch(model):
+                found = window.loss(loss or model, batch)
+                found.backward() if live is None else live.backward(found)
+    return window
+
+
 def squares(model: Any, batch: Any, how: str = "mean") -> Tensor:
     return F.mse_loss(model(batch["inputs"])[:, 0], batch["targets"], reduction=how)
 
@@ -194,13 +206,9 @@ def test_a_loss_of_ones_own(name: str, given: bool, way: str) -> None:
 
     wanted = gradient(rows)
     assert (gradient(*batches) - wanted).norm() > 1e-2 * wanted.norm()
-    live = accelerator(3) if way == "windows" else None
     contract = LossContract(Reduction.MEAN, Items(("targets",), ignore_index=None)) if given else None
-    window = next(iter(accumulation_windows(batches, live, steps=3, contract=contract)))
-    for batch in window:
-        with window.micro_batch(model):
-            loss = window.loss(loss_of, batch)
-            loss.backward() if live is None else live.backward(loss)
+    live = accelerator(3) if way == "windows" else None
+    window = looped(model, batches, loss_of, live=live, contract=contract)
     assert torch.allclose(model.weight.grad, wanted, rtol=1e-14)
     whole = loss_of(model, rows)
     assert float(window.mean_loss()) == pytest.approx(float(whole["loss"] if name == "outputs" else whole), rel=1e-14)
@@ -222,10 +230,7 @@ def test_a_model_that_takes_one_dict_or_any_keyword(cls: type[nn.Linear]) -> Non
     rows, model = {"inputs": torch.randn(5, 4).double(), "targets": torch.randn(5).double()}, cls(4, 1).double()
     (wanted,) = torch.autograd.grad(squares(partial(nn.Linear.forward, model), rows), model.weight)
     batches = [{key: value[place] for key, value in rows.items()} for place in (slice(3), slice(3, 5))]
-    for window in accumulation_windows(batches, steps=2):
-        for batch in window:
-            with window.micro_batch(model):
-                window.loss((lambda its, given: its(given)) if cls is OfOneDict else model, batch).backward()
+    looped(model, batches, (lambda its, given: its(given)) if cls is OfOneDict else None)
     assert torch.allclose(model.weight.grad, wanted, rtol=1e-12)
 
 
@@ -280,16 +285,6 @@ def test_copies_with_other_labels_are_corrected(parts: int) -> None:
     assert loss == pytest.approx(reference.loss, rel=1e-6)
 
 
-def test_every_micro_batch_has_to_be_run() -> None:
-    model = nn.Linear(1, 1)
-    windows = iter(accumulation_windows([{"x": torch.ones(1)}] * 2, steps=2))
-    window = next(windows)
-    with window.micro_batch(model):
-        pass
-    with pytest.raises(SeamError, match="1 of the 2 micro-batches"):
-        next(windows)
-
-
 def of_one(batch: Any = None, **given: Any) -> Any:
     """The first window of one micro-batch."""
     return next(iter(accumulation_windows([{"x": torch.ones(1)} if batch is None else batch], steps=1, **given)))
@@ -313,22 +308,37 @@ def number_for_none() -> None:
     take_steps(head, head.samples, 4, 2, "plain", contract=LossContract(Reduction.NUMBER, Items(("labels",))))
 
 
-def test_mean_loss_of_a_window_that_was_left() -> None:
-    model, batch = nn.Linear(4, 1), {"inputs": torch.randn(2, 4), "targets": torch.randn(2)}
-    window = next(iter(accumulation_windows([batch] * 4, steps=4)))
+SQUARE = {"inputs": torch.randn(2, 4), "targets": torch.randn(2)}
+
+
+def leaving(asks: bool) -> None:
+    """A window after two of its four micro-batches."""
+    model, windows = nn.Linear(4, 1), iter(accumulation_windows([SQUARE] * 8, steps=4))
+    window = next(windows)
     for batch in window.batches[:2]:
         with window.micro_batch(model):
             window.loss(squares, batch).backward()
-    with pytest.raises(SeamError, match="after 2 of 4 micro-batches"):
-        window.mean_loss()
+    window.mean_loss() if asks else next(windows)
+
+
+def accumulating(backward: Any, steps: int = 4) -> None:
+    """Windows of micro-batches with an accelerator; ``backward``: (accelerator, loss) -> None."""
+    head, live = LOOPED["no-kwargs"], accelerator(steps)
+    model = head.build()
+    for window in accumulation_windows(own_batches(head, head.samples, 2), live):
+        for batch in window:
+            with window.micro_batch(model):
+                backward(live, window.loss(model, batch))
+
+
+def inside_of_accumulate(live: Any, loss: Tensor) -> None:
+    """It chooses by a count of its own where the optimizer steps; they agree in full windows."""
+    with live.accumulate(nn.Linear(1, 1)):
+        live.backward(loss)
 
 
 def test_gradients_that_nobody_emptied_are_named(said: Said) -> None:
-    model, batch = nn.Linear(4, 1), {"inputs": torch.randn(2, 4), "targets": torch.randn(2)}
-    for window in accumulation_windows([batch] * 4, steps=2, prove_every=1):
-        for each in window:
-            with window.micro_batch(model):
-                window.loss(squares, each).backward()
+    looped(nn.Linear(4, 1), [SQUARE] * 4, squares, 2, prove_every=1)
     assert len(said("optimizer.zero_grad()")) == 1
 
 
@@ -367,16 +377,8 @@ def test_graphs_are_numbered_over_the_window(counts: tuple[int, ...]) -> None:
     starts = torch.tensor([0, *counts[:-1]]).cumsum(0)
     index = torch.cat([each["batch"] + start for each, start in zip(batches, starts, strict=True)])
     (wanted,) = torch.autograd.grad(over_graphs(model, {**joined, "batch": index}), model.weight)
-    for window in accumulation_windows(batches, steps=len(counts)):
-        for batch in window:
-            with window.micro_batch(model):
-                window.loss(over_graphs, batch).backward()
+    looped(model, batches, over_graphs)
     assert torch.allclose(model.weight.grad, wanted, rtol=1e-12)
-
-
-def test_an_accelerator_is_one() -> None:
-    with pytest.raises(OptionsError, match=r"got accelerator=Linear.*expected an accelerate.Accelerator"):
-        accumulation_windows([], nn.Linear(1, 1))
 
 
 #: What is done, the error, and words of it.
@@ -392,6 +394,15 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **{f"{steps} steps": (partial(accumulation_windows, [], steps=steps), OptionsError, "at least 1")
        for steps in (0, -1, True, 2.0)},
     "neither steps nor an accelerator": (partial(accumulation_windows, []), OptionsError, "steps=G"),
+    "another accelerator": (
+        partial(accumulation_windows, [], nn.Linear(1, 1)), OptionsError,
+        "got accelerator=Linear.*expected an accelerate.Accelerator"),
+    "a micro-batch that is not run": (partial(leaving, False), SeamError, "2 of the 4 micro-batches"),
+    "mean_loss of a window that was left": (partial(leaving, True), SeamError, "after 2 of 4 micro-batches"),
+    "a backward without the accelerator, which divides by G": (
+        partial(accumulating, lambda live, loss: loss.backward()), SeamError, "divides by 4"),
+    "accumulate inside of a micro-batch": (
+        partial(accumulating, inside_of_accumulate, 3), SeamError, "remove accumulate"),
 }  # fmt: skip
 
 
@@ -400,31 +411,3 @@ def test_wrong_use_is_refused(name: str) -> None:
     run, error, words = WRONG[name]
     with pytest.raises(error, match=words):
         run()
-
-
-def accumulating(backward: Any, steps: int = 4) -> None:
-    """Windows of micro-batches with an accelerator; ``backward``: (accelerator, loss, its place) -> None."""
-    head, live = LOOPED["no-kwargs"], accelerator(steps)
-    model = head.build()
-    for window in accumulation_windows(own_batches(head, head.samples, 2), live):
-        for place, batch in enumerate(window):
-            with window.micro_batch(model):
-                backward(live, window.loss(model, batch), place)
-
-
-def test_a_backward_without_the_accelerator_is_refused() -> None:
-    """Its division by G would be missing."""
-    with pytest.raises(SeamError, match="divides by 4"):
-        accumulating(lambda live, loss, place: loss.backward())
-
-
-def test_accumulate_inside_a_micro_batch_is_refused() -> None:
-    """It chooses by a count of its own where the optimizer steps."""
-
-    def backward(live: Any, loss: Tensor, place: int) -> None:
-        with live.accumulate(nn.Linear(1, 1)):
-            live.backward(loss)
-
-    # They agree in full windows, and the second one is short.
-    with pytest.raises(SeamError, match="remove accumulate"):
-        accumulating(lambda live, loss, place: backward(live, loss, place), steps=3)

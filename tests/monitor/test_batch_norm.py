@@ -1,8 +1,8 @@
-"""BatchNorm on one process; what order and ranks do is in test_two_ranks.py."""
+"""BatchNorm on one process, and on ranks that are threads; what training does is in test_two_ranks.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,25 +14,9 @@ from hf_accum_fix.monitor.batch_norm import _uneven, check_batch_norm
 from tests.monitor.side_by_side import OneOf, side_by_side
 
 
-def network(*layers: nn.Module) -> nn.Sequential:
+def network() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), *layers, nn.Conv2d(4, 2, 3))
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            nn.init.normal_(module.weight)
-            nn.init.normal_(module.bias)
-            module.running_mean.normal_()
-            module.running_var.uniform_(0.5, 2.0)
-    return model
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone, so that DDP can wrap."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
 
 
 def kinds(model: nn.Module, **kwargs: object) -> list[str]:
@@ -40,39 +24,40 @@ def kinds(model: nn.Module, **kwargs: object) -> list[str]:
 
 
 def test_accumulation_and_small_batches_are_told_with_the_batch_of_the_statistics() -> None:
-    model = network(nn.BatchNorm2d(4))
+    model = network()
     assert kinds(model) == []
     assert kinds(model, accumulation_steps=4) == ["batch-norm-accumulation"]
     (small,) = check_batch_norm(model, per_device_batch=2)
     assert small.kind == "batch-norm-small-batch" and "from 2 samples" in small.message
     (cut, _) = check_batch_norm(model, per_device_batch=2, accumulation_steps=8)
     assert "2 samples, while an optimizer step has 16; no scaling of loss or gradients changes that" in cut.message
-
-
-def test_frozen_layers_take_no_statistics() -> None:
-    assert kinds(network(nn.BatchNorm2d(4)).eval(), per_device_batch=1, accumulation_steps=8) == []
+    # Frozen layers take no statistics.
+    assert kinds(model.eval(), per_device_batch=1, accumulation_steps=8) == []
 
 
 def test_parameters_the_optimizer_does_not_hold_are_told() -> None:
-    model = network(nn.BatchNorm2d(4))
+    model = network()
     held = torch.optim.SGD(model.parameters(), lr=0.1)
     assert kinds(model, optimizer=held) == []
     model[1] = nn.BatchNorm2d(4)
     (stale,) = check_batch_norm(model, per_device_batch=32, optimizer=held)
     assert stale.kind == "batch-norm-stale-parameters" and "2 are not held by the optimizer" in stale.message
-    for parameter in model[1].parameters():
-        parameter.requires_grad_(False)
+    model[1].requires_grad_(False)
     assert kinds(model, optimizer=held) == []
 
 
-def test_torchs_own_converter_after_wrapping_keeps_the_parameters(one_rank: None) -> None:
+def test_torchs_own_converter_after_wrapping_keeps_the_parameters(tmp_path: Path) -> None:
     """What the wrong order does with torch's converter: told, and not called stale."""
-    wrapped = DistributedDataParallel(network(nn.BatchNorm2d(4)))
-    before = [id(parameter) for parameter in wrapped.parameters()]
-    assert kinds(wrapped) == []
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
-    assert [id(parameter) for parameter in converted.parameters()] == before
-    assert kinds(converted) == ["sync-batch-norm-after-ddp"]
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(network())
+        before = [id(parameter) for parameter in wrapped.parameters()]
+        assert kinds(wrapped) == []
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
+        assert [id(parameter) for parameter in converted.parameters()] == before
+        assert kinds(converted) == ["sync-batch-norm-after-ddp"]
+    finally:
+        dist.destroy_process_group()
 
 
 def uneven(batch: int, accumulation: int, shift: bool, seed: int) -> bool:
@@ -84,17 +69,16 @@ def uneven(batch: int, accumulation: int, shift: bool, seed: int) -> bool:
         draw = torch.Generator().manual_seed(100 * seed + its.rank)
         for _ in range(60):
             for buffer in model.buffers():
-                zero = torch.zeros_like(buffer)
-                buffer.copy_(its.sum(buffer.clone() if its.rank == 0 else zero))
+                buffer.copy_(its.sum(torch.zeros_like(buffer) if its.rank else buffer.clone()))
             for _ in range(accumulation):
                 samples = torch.randn(batch, 3, 6, 6, generator=draw)
                 model(3 * samples + 2 if shift and its.rank == 1 else samples)
         alarm = _uneven(model, its, accumulation)
         return None if alarm is None else alarm.kind
 
-    found = side_by_side(work)
-    assert found[0] == found[1] and found[0] in (None, "batch-norm-uneven-data-1")
-    return found[0] is not None
+    one, other = side_by_side(work)
+    assert one == other and one in (None, "batch-norm-uneven-data-1")
+    return one is not None
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(1, 1), (2, 1), (2, 8), (16, 1), (16, 4)])

@@ -1,8 +1,10 @@
-"""The callbacks on one process: what reaches the trackers, what it costs, and that the Trainer is left alone."""
+"""The callback on one process: what reaches the trackers, what is told of it, and that the Trainer is left alone."""
 
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer
 from hf_accum_fix.monitor.callbacks import MonitorsCallback
-from hf_accum_fix.monitor.gradient_norm import GradientNorm
-from hf_accum_fix.monitor.loss import LossMeter
-from hf_accum_fix.monitor.rank_gradients import RankGradients
+
+TINY = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def samples(count: int) -> list[dict[str, Tensor]]:
@@ -35,16 +46,14 @@ def trainer(
     folder: Path, kind: type[Trainer] = Trainer, model: nn.Module | None = None, count: int = 48, **arguments: Any
 ) -> Trainer:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
     settings = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6,
         "logging_steps": 3, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 0,
     }  # fmt: skip
     return kind(
-        model or LlamaForCausalLM(config), TrainingArguments(**{**settings, **arguments}), train_dataset=samples(count)
+        model or LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=2)),
+        TrainingArguments(**{**settings, **arguments}),
+        train_dataset=samples(count),
     )
 
 
@@ -52,13 +61,26 @@ def logged(its: Trainer) -> list[dict[str, float]]:
     return [row for row in its.state.log_history if "loss" in row]
 
 
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Any:
+    """What the monitors have said: older releases log warnings of their own."""
+    caplog.set_level(logging.INFO, logger="hf_accum_fix.monitor")
+
+    def lines(level: int = logging.WARNING) -> list[str]:
+        mine = (each for each in caplog.records if each.name == "hf_accum_fix.monitor" and each.levelno >= level)
+        return [each.getMessage() for each in mine]
+
+    return lines
+
+
 @pytest.mark.parametrize("kind", [Trainer, GlobalBatchTrainer])
-def test_the_logged_loss_is_the_mean_over_the_tokens_of_the_interval(kind: type[Trainer], tmp_path: Path) -> None:
+def test_the_logged_loss_is_the_mean_over_the_tokens_of_the_interval(
+    kind: type[Trainer], tmp_path: Path, told: Any
+) -> None:
     """Without learning every step's loss can be had again: by hand, over all tokens of the interval at once."""
     its = trainer(tmp_path, kind, learning_rate=0.0)
     its.add_callback(MonitorsCallback(its, noise_scale_every=1))
     batches: list[dict[str, Tensor]] = []
-
     step = its.training_step
 
     def recorded(model: nn.Module, inputs: dict[str, Tensor], *others: Any) -> Tensor:
@@ -77,48 +99,41 @@ def test_the_logged_loss_is_the_mean_over_the_tokens_of_the_interval(kind: type[
             items += float((labels != -100).sum())
     assert row["hf_accum_fix/loss"] == pytest.approx(total / items, rel=1e-5)
     assert row["loss"] != pytest.approx(total / items, rel=1e-5)
-    assert 0 < row["hf_accum_fix/loss_standard_error"] < 1
+    assert 0 < row["hf_accum_fix/loss_standard_error"] < 1 and "hf_accum_fix/loss_repeats_the_trainers" not in row
+    assert row["hf_accum_fix/loss_of_a_guess"] == pytest.approx(math.log(32)) and not told()
     assert logged(its)[-1]["hf_accum_fix/noise_scale_items"] > 0
 
 
-class Regression(nn.Module):
-    """Takes no item count: its micro-batches are means, whatever is handed over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 1)
-
-    def forward(self, points: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": (self.line(points).squeeze(-1) - labels).pow(2).mean()}
-
-
-def test_a_head_without_item_count_is_weighed_by_its_own_items(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(1)
-    dataset = [{"points": torch.randn(3, generator=draw), "labels": torch.randn((), generator=draw)} for _ in range(16)]
-    its = trainer(tmp_path, model=Regression(), learning_rate=0.0, max_steps=2, logging_steps=2)
-    its.train_dataset = dataset
+def classified(folder: Path, kind: type[Trainer] = Trainer, **arguments: Any) -> Trainer:
+    """A classifier that takes no item count, trained with all monitors."""
+    config = BertConfig(**TINY, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    torch.manual_seed(0)
+    its = trainer(folder, kind, BertForSequenceClassification(config), gradient_accumulation_steps=4, **arguments)
+    rows = samples(96)
+    its.train_dataset = [{**row, "labels": torch.tensor(place % 2)} for place, row in enumerate(rows)]
     its.add_callback(MonitorsCallback(its))
     its.train()
+    return its
+
+
+@pytest.mark.parametrize("kind", [Trainer, GlobalBatchTrainer])
+def test_the_mean_over_the_items_is_the_truth_of_a_classifier(kind: type[Trainer], tmp_path: Path, told: Any) -> None:
+    its = classified(tmp_path, kind, learning_rate=0.0, max_steps=6, logging_steps=6)
+    (row,) = logged(its)
     with torch.no_grad():
-        points, labels = (torch.stack([sample[key] for sample in dataset]) for key in ("points", "labels"))
-        expected = float(its.model(points, labels)["loss"])
-    assert logged(its)[0]["hf_accum_fix/loss"] == pytest.approx(expected, rel=1e-5)
+        batch = {key: torch.stack([each[key] for each in its.train_dataset]) for key in ("input_ids", "labels")}
+        assert row["hf_accum_fix/loss"] == pytest.approx(float(its.model(**batch).loss), rel=1e-5)
+    if row["loss"] > 2 * row["hf_accum_fix/loss"]:
+        assert any("trainer-loss-scaled" in line and "4 times" in line for line in told())
+        counters = {key: value for key, value in row.items() if key.endswith("_alarms")}
+        assert counters == {"hf_accum_fix/all_alarms": 1, "hf_accum_fix/trainer_loss_scaled_alarms": 1}
+    else:
+        assert not told()
 
 
-def test_what_is_called_at_every_step_never_looks_at_a_number() -> None:
-    """On the meta device no tensor has a value: whoever reads one fails."""
-    loss, items, norm = (torch.zeros((), device="meta") for _ in range(3))
-    meter, norms, gradients = LossMeter(), GradientNorm(max_norm=1.0), RankGradients()
-    for _ in range(3):
-        meter.update(loss, items)
-        meter.update(loss, 5)
-        meter.update(loss, items, summed=True)
-        norms.update(norm)
-        gradients.add(torch.zeros(4, device="meta"))
-        gradients.end_of_step()
-    for read in (meter.read, norms.read, gradients.read):
-        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-            read()
+def test_a_loss_that_cannot_be_checked_is_said_to_repeat_the_trainer_s(tmp_path: Path) -> None:
+    its = classified(tmp_path, label_smoothing_factor=0.1, max_steps=2, logging_steps=1)
+    assert [row["hf_accum_fix/loss_repeats_the_trainers"] for row in logged(its)] == [1.0, 1.0]
 
 
 def test_a_callback_that_comes_in_the_midst_of_a_run_listens_from_the_next_on(tmp_path: Path) -> None:
@@ -152,3 +167,42 @@ def test_a_run_that_failed_does_not_count_twice(patched: bool, tmp_path: Path) -
     row = logged(its)[0]
     assert row["hf_accum_fix/loss"] == pytest.approx(row["loss"], rel=0.01)
     assert "log" not in vars(its)
+
+
+def test_a_nan_reaches_the_log_where_the_trainer_logs_zero_and_may_end_the_run(tmp_path: Path, told: Any) -> None:
+    its = trainer(tmp_path, logging_steps=2, logging_nan_inf_filter=True)
+    its.add_callback(MonitorsCallback(its, on_alarm="stop"))
+    with torch.no_grad():
+        its.model.lm_head.weight.fill_(math.nan)
+    its.train()
+    row = logged(its)[0]
+    assert math.isnan(row["hf_accum_fix/loss"]) and row["loss"] == 0.0
+    assert any("loss-not-finite" in line for line in told()) and its.state.global_step < 6
+
+
+class Sharded:
+    """Two ranks whose model is sharded, as far as the monitors see it; the other one is like this one."""
+
+    rank, size = 0, 2
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor[0], tensor[0]])
+
+
+class FlatParameter(nn.Parameter):
+    """As FSDP1's."""
+
+
+def test_every_callback_goes_with_a_sharded_model(tmp_path: Path, told: Any) -> None:
+    its = trainer(tmp_path, max_steps=2, logging_steps=1)
+
+    class Shard(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            its.model.lm_head.weight = FlatParameter(its.model.lm_head.weight.detach().clone())
+
+    its.add_callback(Shard())
+    its.add_callback(MonitorsCallback(its, Sharded()))
+    its.train()
+    assert len(logged(its)) == 2
+    said = [line for line in told(logging.INFO) if "not watched" in line]
+    assert len(said) == 2 and any("sharded" in line for line in said)

@@ -6,52 +6,42 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.noise_scale import NoiseScale, NoiseScaleReading
 from tests.monitor.quadratic import DEVIATIONS, Quadratic, closed_form, micro_batches
-from tests.monitor.test_ranks import OtherRank
 
 #: The aim; the standard error of 100 windows is 2 to 3 %.
 CLOSE = 0.05
-
-
-def measured(windows: int, sizes: list[list[int]], every: int = 1) -> tuple[NoiseScaleReading, float]:
-    """The reading after so many windows of micro-batches of these sizes in turn; the formula for equal sizes."""
-    model, draw = Quadratic(), torch.Generator().manual_seed(0)
-    noise = NoiseScale(model, every)
-    equal = []
-    for window in range(windows):
-        model.zero_grad()
-        its_sizes, norms = sizes[window % len(sizes)], []
-        total = sum(its_sizes)
-        for points in micro_batches(draw, its_sizes):
-            loss = model(points)
-            norms.append(float((model.place.detach() - points.mean(0)).square().sum()))
-            (loss * len(points) / total).backward()
-            noise.micro_batch(len(points))
-        noise.step()
-        assert model.place.grad is not None
-        small, big = total / len(its_sizes), total
-        square, norm = sum(norms) / len(norms), float(model.place.grad.square().sum())
-        signal = (big * norm - small * square) / (big - small)
-        equal.append(((square - norm) / (1 / small - 1 / big), signal))
-    return noise.read(), sum(its[0] for its in equal) / sum(its[1] for its in equal)
+RAGGED = ([1, 40, 3, 25, 2, 60, 1, 30], [2, 2, 50, 7])
 
 
 def test_ragged_micro_batches_give_the_closed_form_where_the_usual_formula_does_not() -> None:
-    reading, equal = measured(100, [[1, 40, 3, 25, 2, 60, 1, 30], [2, 2, 50, 7]])
+    model, draw = Quadratic(), torch.Generator().manual_seed(0)
+    noise, sums = NoiseScale(model, every=1), torch.zeros(2)
+    for window in range(100):
+        model.zero_grad()
+        norms, sizes = list[float](), RAGGED[window % 2]
+        for points in micro_batches(draw, sizes):
+            norms.append(float((model.place.detach() - points.mean(0)).square().sum()))
+            (model(points) * len(points) / sum(sizes)).backward()
+            noise.micro_batch(len(points))
+        noise.step()
+        assert model.place.grad is not None
+        # The formula for micro-batches of one size.
+        small, big = sum(sizes) / len(sizes), sum(sizes)
+        square, norm = sum(norms) / len(norms), float(model.place.grad.square().sum())
+        sums += torch.tensor([(square - norm) / (1 / small - 1 / big), (big * norm - small * square) / (big - small)])
+    reading = noise.read()
     assert reading.noise == pytest.approx(sum(its**2 for its in DEVIATIONS), rel=CLOSE)
     assert reading.scale == pytest.approx(closed_form(), rel=CLOSE)
     assert 0.001 < reading.error < 0.05 and reading.windows == 100
-    assert abs(equal / closed_form() - 1) > 1
+    assert abs(float(sums[0] / sums[1]) / closed_form() - 1) > 1
 
 
 def test_there_are_no_hooks_between_the_windows_that_are_measured() -> None:
-    model = Quadratic()
+    model, seen = Quadratic(), []
     noise = NoiseScale(model, every=3)
-    seen = []
     for _ in range(7):
         for points in micro_batches(torch.Generator().manual_seed(1), [2, 3]):
             model(points).backward()
@@ -84,17 +74,19 @@ def test_noise_alone_has_no_scale() -> None:
     assert str(reading) == "noise scale 300 items (+- 10%, 10 windows); a step of 300 achieves 50% of one without noise"
 
 
+class Tied(nn.Module):
+    """With tied, frozen and sparse parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(requires_grad=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.frozen(self.out(self.words(words)))).square().mean()
+
+
 def test_tied_frozen_and_sparse_parameters_do_not_end_a_run() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(5, 3, sparse=True)
-            self.out = nn.Linear(3, 3)
-            self.frozen = nn.Linear(3, 3).requires_grad_(requires_grad=False)
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            return self.out(self.frozen(self.out(self.words(words)))).square().mean()
-
     model = Tied()
     noise = NoiseScale(model, every=1)
     for number in range(3):
@@ -102,12 +94,3 @@ def test_tied_frozen_and_sparse_parameters_do_not_end_a_run() -> None:
         noise.micro_batch(torch.tensor(3))
     noise.step()
     assert noise.read().windows == 1 and noise.read().noise > 0
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(UnsupportedSetupError, match="expected DistributedDataParallel"):
-        NoiseScale(Quadratic(), ranks=OtherRank())
-    model = Quadratic()
-    model.place.placements = ()  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedSetupError, match="sharded"):
-        NoiseScale(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import numpy
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor import LossMeter, Monitor, RankGradients, SharedSamples, rank_gradients, rank_loss
+from hf_accum_fix.monitor import LossMeter, Monitor, NoiseScale, RankGradients, SharedSamples, rank_gradients, rank_loss
 from hf_accum_fix.monitor.callbacks import samples_of
 from hf_accum_fix.monitor.deviation import Deviation, Shifts
 from hf_accum_fix.monitor.loss import LossReading, Moments
@@ -21,7 +20,9 @@ from hf_accum_fix.monitor.rank_gradients import RankGradientsReading
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import read_together
 from hf_accum_fix.monitor.replicas import Replicas, _sum_of_bits
+from tests.monitor.quadratic import Quadratic
 from tests.monitor.side_by_side import OneOf, side_by_side
+from tests.monitor.test_callbacks import FlatParameter
 
 
 def alarms(means: numpy.ndarray, error: float = 1.0, tolerance: float = 0.0) -> list[tuple[int, int]]:
@@ -35,8 +36,7 @@ def alarms(means: numpy.ndarray, error: float = 1.0, tolerance: float = 0.0) -> 
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("since", [0, 40])
+@pytest.mark.parametrize(("ranks", "since"), [(2, 0), (4, 40)])
 def test_a_shift_is_named_once_it_has_lasted_and_again_after_twice_as_long(ranks: int, since: int) -> None:
     means = numpy.random.default_rng(1).normal(size=(since + 130, ranks))
     means[since:, -1] += 4.0
@@ -67,49 +67,24 @@ def test_a_rank_that_is_early_is_none_that_lags() -> None:
     assert all(above is None for above, _ in named) and any(its is not None and its.rank == 0 for _, its in named)
 
 
-def a_reading(
-    draw: numpy.random.Generator, ranks: int, micro_batches: int, log: int, short: bool = False
-) -> LossReading:
-    """Losses of micro-batches whose difficulty differs, heavy tails now and then, of a run that learns."""
-    n = draw.integers(1, 400, size=(ranks, micro_batches)).astype(float)
-    if short:
-        n[:] = numpy.where(numpy.arange(ranks)[:, None] == 0, 4.0, 400.0)
-    x = 2 + 3 * math.exp(-log / 20) + 0.3 * draw.standard_t(4, size=n.shape)
-    x += 1.5 * (draw.exponential(size=n.shape) - 1) / numpy.sqrt(n)
+def a_reading(draw: numpy.random.Generator, micro_batches: int, items: numpy.ndarray) -> LossReading:
+    """Losses of micro-batches of so many items a rank at most, with heavy tails now and then."""
+    n = draw.integers(1, items[:, None] + 1, size=(len(items), micro_batches)).astype(float)
+    x = 2 + 0.3 * draw.standard_t(4, size=n.shape) + 1.5 * (draw.exponential(size=n.shape) - 1) / numpy.sqrt(n)
     s = x * n
     sums = zip(n.sum(1), s.sum(1), (s * s).sum(1), (s * n).sum(1), (n * n).sum(1), strict=True)
     return LossReading(tuple(Moments(micro_batches, *map(float, of_rank)) for of_rank in sums))
 
 
-def test_a_rank_with_few_items_is_as_usual_as_any() -> None:
-    draw = numpy.random.default_rng(8)
-    unusual = []
-    for log in range(300):
-        found = rank_loss.deviations(a_reading(draw, 4, 10, 100 + log, short=True).ranks, [0, 1, 2, 3])
-        assert abs(found[0].difference) > 0
-        unusual.append(found[0].deviate)
+def test_a_rank_with_few_items_is_as_usual_as_any_and_short_readings_are_put_together() -> None:
+    draw, judge = numpy.random.default_rng(8), RankLoss()
+    few = numpy.array([4, 400, 400, 400])
+    found = [rank_loss.deviations(a_reading(draw, 10, few).ranks, [0, 1, 2, 3])[0] for _ in range(300)]
     # Its mean is off by several times what the others' are; in its own standard errors it is not.
-    assert numpy.std(unusual) < 1.1
-
-
-def test_short_readings_are_put_together() -> None:
-    draw = numpy.random.default_rng(9)
-    judge = RankLoss()
+    assert numpy.std([its.difference for its in found]) > 0.1 and numpy.std([its.deviate for its in found]) < 1.1
     for log in range(8):
-        judge.judge(a_reading(draw, 2, 1, log))
+        judge.judge(a_reading(draw, 1, few[1:3]))
         assert len(judge._shifts._past) == (log == 7)
-
-
-def test_ranks_that_are_given_the_same_samples() -> None:
-    draw = numpy.random.default_rng(10)
-    judge = RankLoss()
-    alarms = []
-    for log in range(3):
-        ranks = list(a_reading(draw, 4, 10, log).ranks)
-        ranks[3] = replace(ranks[1], loss=ranks[1].loss * (1 + 1e-9))
-        alarms.append(judge.judge(LossReading(tuple(ranks))))
-    assert alarms[0] is None and alarms[1] is not None
-    assert alarms[1].kind == "ranks-see-the-same-data" and "ranks 1, 3" in alarms[1].message
 
 
 def test_the_deviation_of_a_rank_by_hand() -> None:
@@ -137,32 +112,6 @@ def test_a_norm_is_made_of_its_parts() -> None:
     assert gradients.read().norms == ((),)
 
 
-def test_what_is_not_ddp_is_refused() -> None:
-    with pytest.raises(UnsupportedSetupError, match="expected DistributedDataParallel"):
-        RankGradients(OtherRank()).attach(nn.Linear(1, 1))  # type: ignore[arg-type]
-
-
-DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool, torch.complex64,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 3, 8, 1001])
-def test_a_fingerprint_is_that_of_the_numbers_wherever_they_lie(count: int, dtype: torch.dtype) -> None:
-    lying = (10 * torch.randn(count + 3)).to(dtype)[3:]
-    assert _sum_of_bits(lying) == _sum_of_bits(lying.clone())
-    changed = lying.clone()
-    changed[count // 2] = changed[count // 2] + 1 if dtype is not torch.bool else ~changed[count // 2]
-    assert _sum_of_bits(lying) != _sum_of_bits(changed)
-
-
-def test_a_fingerprint_knows_no_memory_format() -> None:
-    images = torch.randn(2, 3, 5, 7)
-    assert _sum_of_bits(images) == _sum_of_bits(images.to(memory_format=torch.channels_last))
-    assert _sum_of_bits(torch.zeros(0)) == 0 and _sum_of_bits(torch.tensor(3.0)) == _sum_of_bits(torch.tensor([3.0]))
-
-
 class OtherRank:
     """A second rank that holds what this one holds."""
 
@@ -176,24 +125,56 @@ class OtherRank:
         return tensor + tensor.flip(0)
 
 
-def test_every_so_many_steps_one_sum_of_three_integers_a_rank() -> None:
+def in_parts() -> nn.Module:
+    """A model whose ranks hold parts of it."""
     model = nn.Linear(3, 4)
-    ranks = OtherRank()
+    model.weight = FlatParameter(torch.zeros(4, 3))
+    return model
+
+
+#: What is done, and words of the refusal.
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "gradients": (lambda: RankGradients(OtherRank()).attach(nn.Linear(1, 1)), "expected DistributedDataParallel"),  # type: ignore[arg-type]
+    "noise scale": (lambda: NoiseScale(Quadratic(), ranks=OtherRank()), "expected DistributedDataParallel"),
+    "noise scale of parts": (lambda: NoiseScale(in_parts()), "sharded"),
+    "replicas": (lambda: Replicas(in_parts()), "the ranks hold parts, not copies"),
+    "several losses": (lambda: LossMeter().update(torch.ones(4), 4), r"got a loss of shape \[4\]; expected one number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_watched_is_refused(name: str) -> None:
+    watch, words = REFUSED[name]
+    with pytest.raises(UnsupportedSetupError, match=words):
+        watch()
+
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int8, torch.bool, torch.complex64),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fingerprint_is_that_of_the_numbers_wherever_they_lie(dtype: torch.dtype) -> None:
+    for count in (1, 3, 8, 1001):
+        lying = (10 * torch.randn(count + 3)).to(dtype)[3:]
+        assert _sum_of_bits(lying) == _sum_of_bits(lying.clone())
+        changed = lying.clone()
+        changed[count // 2] = changed[count // 2] + 1 if dtype is not torch.bool else ~changed[count // 2]
+        assert _sum_of_bits(lying) != _sum_of_bits(changed)
+    images = torch.randn(2, 3, 5, 7).to(dtype)
+    assert _sum_of_bits(images) == _sum_of_bits(images.to(memory_format=torch.channels_last))
+    assert _sum_of_bits(torch.zeros(0, dtype=dtype)) == 0
+    assert _sum_of_bits(images[0, 0, 0, 0]) == _sum_of_bits(images[0, 0, 0, :1])
+
+
+def test_every_so_many_steps_one_sum_of_three_integers_a_rank() -> None:
+    model, ranks = nn.Linear(3, 4), OtherRank()
     replicas = Replicas(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks, every=3)
     for _ in range(7):
         assert replicas.step() is None
-    assert [tensor.shape for tensor in ranks.sums] == [(2, 3), (2, 3)]
-    assert all(tensor.dtype == torch.int64 for tensor in ranks.sums)
-
-
-def test_sharded_parameters_are_refused() -> None:
-    class FlatParameter(nn.Parameter):
-        pass
-
-    model = nn.Linear(3, 4)
-    model.weight = FlatParameter(torch.zeros(4, 3))
-    with pytest.raises(UnsupportedSetupError, match="the ranks hold parts, not copies"):
-        Replicas(model)
+    assert [(tensor.shape, tensor.dtype) for tensor in ranks.sums] == [((2, 3), torch.int64)] * 2
 
 
 STEPS, BATCH, LOG_EVERY = 60, 8, 10
@@ -286,50 +267,37 @@ class Clock:
         return self.now
 
 
-def lags(ranks: int, extra: float, logs: int = 31, usual: float = 0.1) -> list[tuple[int, str]]:
-    """Logs and kinds of the alarms where the last rank takes so much longer; every rank's own time is skewed noise.
+def lags(extra: float) -> list[tuple[int, str]]:
+    """Logs and kinds of the alarms where the last of two ranks takes so much longer [s] than a step's 0.1 s.
 
-    Args:
-        ranks: how many.
-        extra: [s] of the last rank.
-        logs: of ten steps.
-        usual: [s] that a rank takes by itself, and that the last backward takes.
+    Every rank's own time is skewed noise; the first one saves and evaluates before each log.
     """
 
     def work(its: OneOf) -> list[tuple[int, str]]:
         model, clock = nn.Linear(1, 1), Clock()
         pace = Pace(model, its, clock=clock)
-        draw = numpy.random.default_rng(7)
-        found = []
-        for step in range(1, 10 * logs + 1):
-            own = usual * draw.lognormal(0, 0.3, size=ranks)
-            own[-1] += extra
-            own[0] += 5.0 * (step % 10 == 0)  # it saves, it evaluates
+        draw, found = numpy.random.default_rng(7), []
+        for step in range(1, 311):
+            own = 0.1 * draw.lognormal(0, 0.3, size=2) + numpy.array([5.0 * (step % 10 == 0), extra])
             clock.now += own[its.rank]
             model(torch.ones(1, 1))
-            clock.now += own.max() - own[its.rank] + usual  # the last backward, and the wait for the slowest
+            clock.now += own.max() - own[its.rank] + 0.1  # the last backward, and the wait for the slowest
             pace.step()
             model.eval()
             model(torch.ones(1, 1))
             model.train()
-            if step % 10 == 0:
-                alarm = pace.judge(pace.read())
-                found += [] if alarm is None else [(step // 10, alarm.kind)]
+            if step % 10 == 0 and (alarm := pace.judge(pace.read())) is not None:
+                found.append((step // 10, alarm.kind))
         return found
 
-    results = side_by_side(work, ranks)
-    assert all(its == results[0] for its in results)
-    return results[0]
+    one, other = side_by_side(work)
+    assert one == other
+    return one
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_lags_is_named_and_a_healthy_run_is_not(ranks: int) -> None:
-    found = lags(ranks, 0.1)
-    assert found[0] == (30, f"rank-lags-{ranks - 1}") and {kind for _, kind in found} == {f"rank-lags-{ranks - 1}"}
-    assert lags(ranks, 0.0) == []
-
-
-def test_the_lag_is_told_in_seconds_however_large() -> None:
+def test_a_rank_that_lags_is_named_in_seconds_however_large_and_a_healthy_run_is_not() -> None:
+    assert lags(0.1)[0] == (30, "rank-lags-1") and {kind for _, kind in lags(0.1)} == {"rank-lags-1"}
+    assert lags(0.0) == []
     pace = Pace(nn.Identity())
     alarms = [pace.judge(PaceReading((0.1, 1.1), 1.3, 10)) for _ in range(30)]
     assert alarms[-1] is not None and alarms[-1].message.startswith("rank 1: ready 1 s later than the others")

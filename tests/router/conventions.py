@@ -26,7 +26,6 @@ from tests.numerics.parity import ClassRecorder, Step, reference_step, take_step
 
 COEFFICIENT = 3.0
 SAMPLES = 32
-SIZES = (1, 2, 4, 8, 16)
 #: Experts to a token, in every family here.
 TOP_K = 2
 

@@ -46,13 +46,12 @@ class Live(TorchDispatchMode):
 
 
 class Deep(nn.Module):
-    """Layers whose parameters outweigh all that runs through them; all of them trained, or two small ones alone."""
+    """Layers whose parameters outweigh all that runs through them."""
 
-    def __init__(self, *, adapted: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-        self.layers.requires_grad_(not adapted)
         self.down, self.up = nn.Linear(4, WIDTH, bias=False), nn.Linear(WIDTH, 1, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -63,14 +62,11 @@ class Deep(nn.Module):
         return {"loss": (logits - labels).square().mean(), "logits": logits}
 
 
-def data(count: int) -> list[dict[str, Tensor]]:
-    return [{key: value.float() for key, value in each.items()} for each in points(count)]
-
-
 @pytest.mark.parametrize("reference", ["full", "streamed"])
 def test_one_gradient_beside_the_models_own(reference: str, tmp_path: Path) -> None:
     """The reference, the gradient at hand, and of one layer at a time some rows in float64: 14 times its bytes."""
-    trainer = small(Deep(adapted=False), tmp_path, data(4), per_device=1)
+    rows = [{key: value.float() for key, value in each.items()} for each in points(4)]
+    trainer = small(Deep(), tmp_path, rows, per_device=1)
     with Live() as live:
         report = verify(trainer, splits=[1, 2, 4], reference=reference)
     assert report.verdict.kind is Kind.EXACT

@@ -117,27 +117,24 @@ def trained(engine: str, verifies: bool) -> tuple[dict[str, Any], list[str], dic
     return report, changed, {name: hash_of(each) for name, each in weights.items()}
 
 
-@pytest.mark.parametrize("engine", engines("fsdp2", "zero3"))
-def test_nothing_is_left_changed(engine: str) -> None:
-    (report, *changed, weights), (other, *others, _) = on_ranks(trained, engine, True)
-    assert not any(changed) and not any(others), "\n".join(*changed)
-    assert on_ranks(trained, engine, False)[0][2] == weights
-    assert report == other and report["ok"], report
-    assert all(each["verdict"]["words"] == "exact" and each["error"] < 1e-6 for each in report["results"]), report
-    assert {each["mode"] for each in report["results"]} == {"stock", "apply()"}
+def found(engine: str) -> dict[str, Any]:
+    """Reports on a right head, one that stock has G x W times too large, a fault of the engine, and later steps."""
+    report, changed, weights = trained(engine, True)
+    reports = {"right": report}
+    for name, words in {"classes": ["--classes"], "fault": ["--fault", "engine"]}.items():
+        reports[name] = hf_accum_fix.verify(of(engine, *words), SPLITS).to_dict()
+    reports["later"] = hf_accum_fix.verify(of(engine), SPLITS, step=3).to_dict()
+    return {"reports": reports, "changed": changed, "as without": trained(engine, False)[2] == weights}
 
 
-def found(engine: str) -> list[dict[str, Any]]:
-    """The reports of a head that stock has G x W times too large, of a fault of the engine, and of later steps."""
-    reports = [hf_accum_fix.verify(of(engine, *words), SPLITS) for words in (["--classes"], ["--fault", "engine"])]
-    later = hf_accum_fix.verify(of(engine), SPLITS, step=3)
-    return [each.to_dict() for each in (*reports, later)]
-
-
-@pytest.mark.parametrize("engine", engines("fsdp2", "zero2"))
-def test_stock_and_the_engine_are_told_apart(engine: str) -> None:
-    (classes, fault, later), others = on_ranks(found, engine)
-    assert [classes, fault, later] == others
+@pytest.mark.parametrize("engine", engines("fsdp2", "zero2", "zero3"))
+def test_nothing_is_left_changed_and_stock_and_the_engine_are_told_apart(engine: str) -> None:
+    one, other = on_ranks(found, engine)
+    assert not one["changed"] and not other["changed"] and one["as without"] and other["as without"], one["changed"]
+    assert one["reports"] == other["reports"]
+    right, classes, fault, later = one["reports"].values()
+    assert right["ok"] and {each["mode"] for each in right["results"]} == {"stock", "apply()"}, right
+    assert all(each["verdict"]["words"] == "exact" and each["error"] < 1e-6 for each in right["results"]), right
     for each in classes["results"]:
         if each["mode"] == "stock":
             # Tensor-parallel ranks share their samples.
@@ -152,7 +149,7 @@ def test_stock_and_the_engine_are_told_apart(engine: str) -> None:
 
 
 def unanswered() -> list[str]:
-    """The verdicts on gradients without names, and on an engine that fails."""
+    """The verdicts on gradients without names, on an engine that fails, and where all ranks run out of memory."""
     nameless = of("fsdp1")
     nameless.accelerator.state.fsdp_plugin.use_orig_params = False
     words = [hf_accum_fix.verify(nameless, SPLITS).verdict.words]
@@ -165,14 +162,7 @@ def unanswered() -> list[str]:
     failing.create_optimizer = fails
     words.append(hf_accum_fix.verify(failing, SPLITS).verdict.words)
     assert hash_of(failing.model.lm_head.weight) == weights
-    return words
-
-
-@pytest.mark.slow
-def test_what_cannot_be_told_is_said() -> None:
-    (nameless, failing), _ = on_ranks(unanswered)
-    assert nameless.startswith("could not tell: got FSDP1 with use_orig_params=False"), nameless
-    assert failing == "could not tell: this micro-batch cannot be run: 'of the engine'"
+    return [*words, out_of_memory()]
 
 
 def out_of_memory(*alone: int) -> str:
@@ -197,10 +187,12 @@ def out_of_memory(*alone: int) -> str:
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_an_answer_on_all_ranks_and_an_error_on_one() -> None:
-    """Which the others wait for, in a collective."""
-    one, other = on_ranks(out_of_memory)
-    assert one == other == f"could not tell: DefaultCPUAllocator: can't allocate memory{PROOF}"
+def test_what_cannot_be_told_is_said() -> None:
+    """Out of memory on one rank is an error, which the others wait for, in a collective."""
+    (nameless, failing, full), other = on_ranks(unanswered)
+    assert nameless.startswith("could not tell: got FSDP1 with use_orig_params=False"), nameless
+    assert failing == "could not tell: this micro-batch cannot be run: 'of the engine'"
+    assert full == other[2] == f"could not tell: DefaultCPUAllocator: can't allocate memory{PROOF}"
     assert on_ranks(out_of_memory, 1) == ["", "raised DefaultCPUAllocator: can't allocate memory"]
 
 

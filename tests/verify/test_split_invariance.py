@@ -13,30 +13,22 @@ from hf_accum_fix.testing import assert_split_invariant
 from hf_accum_fix.verification.split_invariance import Layout, WholeBatch, _Runs, split_invariance
 from tests.verify.historical_losses import HISTORY, History, batch, policy, share
 
-_BY_ISSUE = {"argvalues": HISTORY, "ids": [each.issue for each in HISTORY]}
 
-
-def _off(words: tuple[str, ...]) -> list[str]:
-    return [each for each in words if each.startswith("off: ")]
-
-
-@pytest.mark.parametrize("history", **_BY_ISSUE)
-def test_a_historical_loss_is_named_by_its_line(history: History) -> None:
+@pytest.mark.parametrize("history", HISTORY, ids=lambda history: history.issue)
+def test_a_historical_loss_is_named_by_its_line_its_fix_passes_and_its_terms_add_up(history: History) -> None:
+    over: Any = history.how.get("over_micro_batches", "sum")
     with pytest.raises(AssertionError, match="depends on the split") as raised:
         assert_split_invariant(history.wrong, batch(), **history.how)
     (off,) = [line for line in str(raised.value).splitlines() if line.startswith("  off: ")]
     assert history.line in off and history.why in off, off
-
-
-@pytest.mark.parametrize("history", **_BY_ISSUE)
-def test_its_fix_passes(history: History) -> None:
     report = assert_split_invariant(history.right, batch(), **history.how)
     assert report and report.splits
-
-
-def test_a_rank_of_its_own_is_right_on_one_rank() -> None:
-    prime = next(each for each in HISTORY if each.issue.endswith("2358"))
-    assert split_invariance(prime.wrong, batch())
+    assert bool(split_invariance(history.wrong, batch(), over_micro_batches=over)) == (1 not in history.how["ranks"])
+    layout = Layout((1, 2, 3))
+    for loss in (history.wrong, history.right):
+        runs = _Runs(loss, batch(), (), over)
+        added = sum(share.gradient for look in runs.shares(layout) for share in look)
+        torch.testing.assert_close(added, runs.gradient(layout), rtol=1e-12, atol=1e-14)
 
 
 def test_whitened_advantages_are_no_divisor() -> None:
@@ -44,7 +36,7 @@ def test_whitened_advantages_are_no_divisor() -> None:
         advantages = rows["advantages"] - rows["advantages"].mean()
         return (rows["logprobs"] * advantages * rows["mask"]).sum() / share(window)
 
-    (off,) = _off(split_invariance(whitened, batch()).words)
+    (off,) = [each for each in split_invariance(whitened, batch()).words if each.startswith("off: ")]
     assert "its divisor is right" in off and "a mean or a norm of its samples" in off
 
 
@@ -63,16 +55,6 @@ def test_parameters_are_compared_too() -> None:
     assert len(report.off) == report.splits == 31
 
 
-@pytest.mark.parametrize("history", **_BY_ISSUE)
-def test_the_terms_add_up_to_the_gradient(history: History) -> None:
-    layout = Layout((1, 2, 3))
-    how = {"over_micro_batches": "sum", **history.how}
-    for loss in (history.wrong, history.right):
-        runs = _Runs(loss, batch(), (), how["over_micro_batches"])
-        added = sum(share.gradient for look in runs.shares(layout) for share in look)
-        torch.testing.assert_close(added, runs.gradient(layout), rtol=1e-12, atol=1e-14)
-
-
 def test_a_loss_may_write_into_its_micro_batch() -> None:
     def loss(rows: dict[str, Tensor], window: WholeBatch | None = None) -> Tensor:
         assert window is not None
@@ -83,43 +65,35 @@ def test_a_loss_may_write_into_its_micro_batch() -> None:
     assert_split_invariant(loss, batch())
 
 
-@pytest.mark.parametrize(
-    ("loss", "rows", "got"),
-    [
-        (lambda rows: rows["x"], {"x": torch.ones(3, requires_grad=True)}, r"got \(3,\) from loss_fn"),
-        (lambda rows: rows["x"].sum(), {"x": torch.ones(3)}, "got a gradient of norm 0"),
-        (
-            lambda rows: rows["x"].sum(),
-            {"x": torch.ones(3, requires_grad=True), "y": [1]},
-            r"got a batch of \{'x': 3, 'y'",
-        ),
-        (lambda rows: rows["x"].sum(), {"x": torch.ones(1, requires_grad=True)}, "at least 2"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(loss: Any, rows: dict[str, Any], got: str) -> None:
-    with pytest.raises(OptionsError, match=got):
-        split_invariance(loss, rows)
+def summed(rows: Any) -> Tensor:
+    return rows["x"].sum()
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"ranks": (0,)}, {"ranks": 2}, {"ranks": ()}, {"ranks": (9,)}, {"over_micro_batches": "max"}],
-    ids=str,
-)
-def test_arguments_that_are_none_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(OptionsError, match="; expected "):
-        split_invariance(lambda rows: rows["x"].sum(), {"x": torch.ones(4, requires_grad=True)}, **given)
+def some(count: int, **other: Any) -> dict[str, Any]:
+    return {"x": torch.ones(count, requires_grad=True), **other}
 
 
-@pytest.mark.parametrize(("loss", "rows"), [(None, {}), (torch.sum, [1, 2])])
-def test_a_function_and_a_mapping(loss: Any, rows: Any) -> None:
-    with pytest.raises(OptionsError, match="expected a function and a mapping"):
-        split_invariance(loss, rows)
+#: The function, the batch, further arguments and words of the refusal.
+REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (lambda rows: rows["x"], some(3), {}, r"got \(3,\) from loss_fn"),
+    (summed, {"x": torch.ones(3)}, {}, "got a gradient of norm 0"),
+    (summed, some(3, y=[1]), {}, r"got a batch of \{'x': 3, 'y'"),
+    (summed, some(1), {}, "at least 2"),
+    *((summed, some(4), {"ranks": ranks}, "; expected ") for ranks in ((0,), 2, (), (9,))),
+    (summed, some(4), {"over_micro_batches": "max"}, "; expected "),
+    (None, {}, {}, "expected a function and a mapping"),
+    (torch.sum, [1, 2], {}, "expected a function and a mapping"),
+]
+
+
+@pytest.mark.parametrize(("loss", "rows", "how", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_what_cannot_be_split_is_refused(loss: Any, rows: Any, how: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionsError, match=words):
+        split_invariance(loss, rows, **how)
 
 
 def test_a_divisor_of_zero_is_off_at_the_split_that_has_it() -> None:
-    rows = {"x": torch.ones(4, requires_grad=True)}
-    report = split_invariance(lambda its: its["x"].sum() / (len(its["x"]) // 2), rows)
+    report = split_invariance(lambda its: its["x"].sum() / (len(its["x"]) // 2), some(4))
     assert not report and "off: " in str(report)
     with pytest.raises(OptionsError, match=r"a division by zero from loss_fn at micro-batches of 1\+"):
-        split_invariance(lambda its: its["x"].sum() * (1 / (len(its["x"]) // 2)), rows)
+        split_invariance(lambda its: its["x"].sum() * (1 / (len(its["x"]) // 2)), some(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_accum_fix import OptionsError, verify
+from hf_accum_fix import verify
 from hf_accum_fix.verification.report import Kind
 from tests.numerics.heads import before
 from tests.trainings import computing
@@ -80,7 +81,7 @@ class Rewindable(torch.utils.data.IterableDataset[Any]):
         return iter(points(20))
 
 
-class OneWay(torch.utils.data.IterableDataset[Any]):
+class OneWay(Rewindable):
     def __init__(self) -> None:
         self.rest = iter(points(20))
 
@@ -165,16 +166,8 @@ OverflowsInAWindow = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else 3e
 Later = times(lambda trainer: steps_of(trainer) if trainer.state.global_step > 0 and trainer.is_in_train else 1)
 
 
-class Counts(Trainer):
-    """Weighs its loss by the calls that it counts."""
-
-    calls = 0
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        self.calls += 1
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        loss = loss / self.calls
-        return (loss, outputs) if return_outputs else loss
+#: Weighs its loss by the calls that it counts.
+Counts = times(lambda trainer: 1 / next(vars(trainer).setdefault("calls", itertools.count(1))))
 
 
 class TimesThirteenTenths(Trainer):
@@ -187,6 +180,27 @@ class TimesThirteenTenths(Trainer):
         return loss
 
 
+class WrongLog(Trainer):
+    """Four times the right loss over a right gradient."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs) * 4
+
+
+def needs_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    """For a head that declares no number stock passes None, and so do we: neither trains it."""
+    logits = model(**inputs)["logits"]
+    summed = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+    return summed / number, logits
+
+
+def on_two_gpus(output: Path) -> Any:
+    """As far as the Trainer knows."""
+    trainer = small(Regression(), output, points(8))
+    trainer.args._n_gpu = 2
+    return trainer
+
+
 #: Of a split that is off, one is given.
 REASONS = ("off, relative error", "no split can equal", "overflow")
 OFF, EXACT, UNKNOWN = Kind.OFF, Kind.EXACT, Kind.COULD_NOT_TELL
@@ -197,8 +211,20 @@ SPARSE_SAMPLES = [{"x": torch.arange(3) + place % 6, "labels": torch.tensor(floa
 def row(
     name: str, make: Make, kind: Kind, *words: str, fixed: Any = None, absent: str = "", marks: Any = (), **how: Any
 ) -> Any:
-    """``words`` are in the verdict, ``absent`` is not; ``fixed``: the verdict on apply()."""
+    """``words`` are in the verdict, or noted, ``absent`` is not; ``fixed``: the verdict on apply()."""
     return pytest.param(make, how, kind, words, absent, fixed, id=name, marks=marks)
+
+
+def exact(name: str, make: Make, *words: str, **how: Any) -> Any:
+    return row(name, make, EXACT, *words, fixed=EXACT, **how)
+
+
+def stock(name: str, make: Make, kind: Kind, *words: str, marks: Any = SLOW, **how: Any) -> Any:
+    return row(name, make, kind, *words, marks=marks, with_apply=False, **how)
+
+
+NEEDS_NUMBER = computing(needs_number, Trainer)
+LATER = of(Regression, cls=Later)
 
 
 @pytest.mark.parametrize(
@@ -219,19 +245,39 @@ def row(
                 splits=[1, 2])
             for factor in (1e39, float("nan"))
         ),
-        row("overflow of a split", of(lambda: Regression().float(), in_float32(1e3), cls=OverflowsInAWindow), OFF,
-            "overflow", splits=[1], with_apply=False),
+        stock("overflow of a split", of(lambda: Regression().float(), in_float32(1e3), cls=OverflowsInAWindow), OFF,
+              "overflow", splits=[1], marks=()),
         row("calls counted", of(Regression, cls=Counts), UNKNOWN, "random"),
         row("lists of rows", of(Regression, cls=OfRows, data_collator=list), OFF, "no split can equal", splits=[3]),
+        row("two GPUs", on_two_gpus, UNKNOWN, "DataParallel"),
         row("z", of(lambda: Tagger(penalty=1e-3, by_number=True), tokens(RAGGED)), OFF, "relative error", marks=SLOW),
         row("gradients scaled", of(Half, cls=TimesThirteenTenths), OFF, absent="rounding", marks=SLOW),
+        row("needs a number it does not get", of(Tagger, tokens(RAGGED), cls=NEEDS_NUMBER), UNKNOWN, fixed=UNKNOWN,
+            marks=SLOW),
+        exact("needs a number", of(lambda: Tagger(by_number=True), tokens(RAGGED), cls=NEEDS_NUMBER), marks=SLOW),
+        stock("the least factor in half precision", of(Half, points(16), per_device=1, accumulate=16,
+              cls=times(lambda trainer: 1.0 if steps_of(trainer) == 1 else 17 / 16)), OFF, splits=[1]),
+        stock("a wrong log over a right gradient", of(Regression, cls=WrongLog), EXACT, "logged loss is 4 times"),
+        stock("later, in the first step", LATER, EXACT),
+        *(stock(f"later, in step {step}", LATER, OFF, "G times", step=step) for step in (1, 1000)),
+        exact("dropout", of(lambda: Regression(dropout=0.5)), "dropout was turned off for the comparison",
+              splits=[2, 8]),
+        exact("a stream that starts anew", of(Regression, Rewindable(), max_steps=2), splits=[2, 8]),
+        exact("grouped rows", of(Groups, passages(), data_collator=flattened), splits=[1, 2, 8]),
+        exact("no outputs", of(Regression, cls=NoOutputs), splits=[2, 8]),
+        exact("sparse", of(Sparse, SPARSE_SAMPLES, max_grad_norm=0.0), splits=[2, 8], reference="full"),
+        # A right gradient is right whatever its size.
+        *(exact(str(size), of(lambda by=size: Scaled(by).float(), in_float32()), splits=[1, 2])
+          for size in (1e-30, 1e36)),
     ],
 )  # fmt: skip
-def test_what_is_not_exact_is_named(
+def test_a_verdict(
     make: Make, how: dict[str, Any], kind: Kind, words: tuple[str, ...], absent: str, fixed: Kind | None, tmp_path: Path
 ) -> None:
-    report = verify(make(tmp_path), **how)
-    assert report.verdict.kind is kind and all(each in report.verdict.words for each in words), report
+    trainer = make(tmp_path)
+    report = verify(trainer, **how)
+    said = " ".join((report.verdict.words, *report.notes))
+    assert report.verdict.kind is kind and all(each in said for each in words), report
     for each in report.results:
         assert each.verdict.kind is not EXACT or (each.error is not None and each.error < 1e-5), each
         assert each.verdict.kind is not OFF or any(reason in each.verdict.words for reason in REASONS), each
@@ -239,25 +285,8 @@ def test_what_is_not_exact_is_named(
         assert report.verdict_of("apply()").kind is fixed, report
     if fixed is OFF:
         assert all(each in report.verdict_of("apply()").words for each in words)
-    assert not absent or absent not in report.verdict.words
-
-
-EXACT_ONES: dict[str, tuple[Make, list[int], dict[str, Any]]] = {
-    "a stream that starts anew": (lambda output: small(Regression(), output, Rewindable(), max_steps=2), [2, 8], {}),
-    "grouped rows": (of(Groups, passages(), data_collator=flattened), [1, 2, 8], {}),
-    "no outputs": (of(Regression, cls=NoOutputs), [2, 8], {}),
-    "sparse": (of(Sparse, SPARSE_SAMPLES, max_grad_norm=0.0), [2, 8], {"reference": "full"}),
-    # A right gradient is right whatever its size.
-    "tiny": (of(lambda: Scaled(1e-30).float(), in_float32()), [1, 2], {}),
-    "huge": (of(lambda: Scaled(1e36).float(), in_float32()), [1, 2], {}),
-}
-
-
-@pytest.mark.parametrize("name", EXACT_ONES)
-def test_what_users_bring_is_verified(name: str, tmp_path: Path) -> None:
-    make, splits, how = EXACT_ONES[name]
-    report = verify(make(tmp_path), splits=splits, **how)
-    assert report.verdict.kind is report.verdict_of("apply()").kind is EXACT and report.samples == (8,), report
+    assert not absent or absent not in said
+    assert trainer.state.global_step == 0 and (kind is not EXACT or report.samples == (8,))
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -271,7 +300,6 @@ def streaming(folder: Path) -> Any:
 
 
 STREAMS: dict[str, Callable[[Path], Any]] = {
-    "streaming": streaming,
     "from_generator": lambda _: IterableDataset.from_generator(rows),
     "map": lambda folder: streaming(folder).map(lambda row: {"labels": row["labels"] * 2}),
 }
@@ -282,9 +310,8 @@ STREAMS: dict[str, Callable[[Path], Any]] = {
 def test_a_stream_of_datasets_is_verified(name: str, tmp_path: Path) -> None:
     stream = STREAMS[name](tmp_path)
     wanted = list(stream)
-    model = Regression().float()
-    report = verify(small(model, tmp_path, stream.with_format("torch"), max_steps=2), splits=[2, 8])
-    assert report.verdict_of("apply()").kind is Kind.EXACT and report.samples == (8,), report
+    report = verify(small(Regression().float(), tmp_path, stream.with_format("torch"), max_steps=2), splits=[2, 8])
+    assert report.verdict_of("apply()").kind is EXACT and report.samples == (8,), report
     assert list(stream) == wanted
 
 
@@ -293,71 +320,8 @@ def test_a_stream_that_cannot_is_refused_untouched_or_given_its_own_sample(tmp_p
     trainer = small(Regression(), tmp_path, stream, max_steps=2)
     refused = verify(trainer).verdict
     assert refused.kind is UNKNOWN and "pass some of its samples: samples=[...]" in refused.words
-    assert verify(trainer, [2, 8], samples=points(8)).verdict.kind is Kind.EXACT
+    assert verify(trainer, [2, 8], samples=points(8)).verdict.kind is EXACT
     assert len(list(stream.rest)) == 20
-
-
-def test_dropout_alone_is_turned_off_and_noted(tmp_path: Path) -> None:
-    report = verify(small(Regression(dropout=0.5), tmp_path, points(8)), splits=[2, 8])
-    assert report.verdict.kind is Kind.EXACT and "dropout was turned off for the comparison" in report.notes
-
-
-def test_data_parallel(tmp_path: Path) -> None:
-    trainer = small(Regression(), tmp_path, points(8))
-    trainer.args._n_gpu = 2
-    report = verify(trainer)
-    assert report.verdict.kind is Kind.COULD_NOT_TELL and "DataParallel" in report.verdict.words
-
-
-@pytest.mark.parametrize("splits", [[9], [(4, 1)], [(0, 8)]])
-def test_a_split_that_does_not_fit_is_an_error(splits: Any, tmp_path: Path) -> None:
-    with pytest.raises(OptionsError, match="8 samples"):
-        verify(small(Regression(), tmp_path, points(8)), splits=splits)
-
-
-@pytest.mark.slow
-def test_the_least_factor_is_detected_in_half_precision(tmp_path: Path) -> None:
-    scaled = times(lambda trainer: 1.0 if steps_of(trainer) == 1 else 17 / 16)
-    trainer = small(Half(), tmp_path, points(16), cls=scaled, per_device=1, accumulate=16)
-    report = verify(trainer, splits=[1], with_apply=False)
-    assert report.verdict.kind is not Kind.EXACT, report
-
-
-@pytest.mark.slow
-def test_a_later_step_on_request(tmp_path: Path) -> None:
-    trainer = small(Regression(), tmp_path, points(8), cls=Later)
-    assert verify(trainer, with_apply=False).verdict.kind is Kind.EXACT
-    for step in (1, 1000):
-        report = verify(trainer, with_apply=False, step=step)
-        assert report.verdict.kind is Kind.OFF and "G times" in report.verdict.words
-    assert trainer.state.global_step == 0
-
-
-def needs_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    logits = model(**inputs)["logits"]
-    summed = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
-    return summed / number, logits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by_number", [True, False])
-def test_a_loss_that_cannot_do_without_the_number(by_number: bool, tmp_path: Path) -> None:
-    report = verify(small(Tagger(by_number=by_number), tmp_path, tokens(RAGGED), cls=computing(needs_number, Trainer)))
-    # For a head that declares no number stock passes None, and so do we: neither trains it.
-    wanted = Kind.EXACT if by_number else Kind.COULD_NOT_TELL
-    assert [each.verdict.kind for each in report.of("apply()")] == [wanted] * 4, report
-    assert {each.verdict.kind for each in report.of("stock")} == {wanted}
-
-
-class WrongLog(Trainer):
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(*args, **kwargs) * 4
-
-
-@pytest.mark.slow
-def test_a_wrong_log_over_a_right_gradient_is_reported(tmp_path: Path) -> None:
-    verdict = verify(small(Regression(), tmp_path, points(8), cls=WrongLog), with_apply=False).verdict
-    assert verdict.kind is Kind.EXACT and "logged loss is 4 times" in verdict.words
 
 
 class Inflated(Regression):

@@ -1,21 +1,26 @@
-"""The verdicts of verify() on heads whose error is known, on the installed release, and the state that it restores."""
+"""The verdicts of verify() on heads whose error is known, on the installed release, on one rank and on two."""
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer
 
 import hf_accum_fix
-from hf_accum_fix import observations, verify
+from hf_accum_fix import verify
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.testing import assert_invariant, invariant
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from hf_accum_fix.verification.report import Kind, SplitResult, VerificationReport
-from tests.numerics.heads import before
+from tests.numerics.heads import HEADS, before, llama_config
+from tests.numerics.parity import training_arguments
+from tests.ranks import on_ranks
 from tests.verify.trainers import Regression, points, small, trainer_of
 
 #: The cut 1 x 8, stock: the words and the defects; None: exact.
@@ -112,8 +117,6 @@ def test_a_collator_that_masks_at_random(tmp_path: Path) -> None:
         kept &= batch["attention_mask"].bool()
         return {**batch, "labels": torch.where(kept, batch["input_ids"], -100)}
 
-    from tests.numerics.heads import HEADS
-
     head = HEADS["bert-mlm"]
     trainer = trainer_of(head, tmp_path)
     trainer.data_collator = masks
@@ -122,86 +125,18 @@ def test_a_collator_that_masks_at_random(tmp_path: Path) -> None:
     assert any("collator is random" in note for note in report.notes)
 
 
-class Counting(TrainerCallback):
-    def __init__(self) -> None:
-        self.called = 0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.called += 1
-
-    on_step_begin = on_step_end = on_epoch_begin = on_evaluate = on_train_begin
-
-
 @CURRENT
-@pytest.mark.parametrize("cls", [None, GlobalBatchTrainer], ids=["stock", "subclass"])
-def test_a_run_after_it_is_bit_for_bit_the_run_without_it(cls: type | None, tmp_path: Path) -> None:
-    """Dropout, BatchNorm, a shuffled order, AdamW and a schedule: everything that could remember."""
-
-    def run(verified: bool) -> tuple[dict[str, Any], list[Any], Counting]:
-        torch.manual_seed(11)
-        given = {"max_steps": 3, "learning_rate": 1e-2, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
-        model = Regression(batch_norm=True, dropout=0.3)
-        extra = {"cls": cls} if cls else {}
-        trainer = small(model, tmp_path, points(20), **given, **extra)
-        trainer.eval_dataset = points(5)
-        counting = Counting()
-        trainer.add_callback(counting)
-        if verified:
-            model(torch.ones(2, 4), torch.zeros(2))["loss"].backward()
-            arguments, gradient = repr(trainer.args), model.last.weight.grad
-            buffer, state = model.norm.running_mean, torch.get_rng_state()
-            verify(trainer)
-            assert repr(trainer.args) == arguments and model.last.weight.grad is gradient
-            assert model.norm.running_mean is buffer and torch.equal(torch.get_rng_state(), state)
-            assert model.dropout.p == 0.3 and counting.called == 0 and trainer.optimizer is None
-            assert trainer.state.global_step == 0 and not list(tmp_path.iterdir())
-        else:
-            model(torch.ones(2, 4), torch.zeros(2))["loss"].backward()
-        trainer.train()
-        clock = ("runtime", "second")
-        history = trainer.state.log_history
-        log = [[entry[key] for key in entry if not any(word in key for word in clock)] for entry in history]
-        return model.state_dict(), log, counting
-
-    runs = len(observations.recorded())
-    plain, log, _ = run(False)
-    added = len(observations.recorded()) - runs
-    other, same, counting = run(True)
-    assert all(torch.equal(plain[key], other[key]) for key in plain) and log == same
-    assert counting.called > 0 and len(observations.recorded()) - runs == 2 * added
-
-
-@CURRENT
-def test_everything_comes_back_after_an_error(tmp_path: Path) -> None:
-    class Fails(Regression):
-        def forward(self, x: Any, labels: Any = None) -> Any:
-            self.seen = getattr(self, "seen", 0) + len(x)
-            if self.seen > 40:
-                raise KeyError("a fault of the model's own")
-            return super().forward(x, labels)
-
-    model = Fails(dropout=0.2)
-    trainer = small(model, tmp_path, points(8))
-    state = torch.get_rng_state()
-    with pytest.raises(KeyError, match="own"):
-        verify(trainer)
-    assert model.dropout.p == 0.2 and not hasattr(model, "seen") and torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@CURRENT
-@pytest.mark.parametrize(
-    "how", [{"windows": 0}, {"splits": []}, {"splits": [(1, 3)]}, {"splits": ["2"]}, {"reference": "half"}], ids=str
-)
-def test_arguments_that_mean_nothing(how: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(OptionsError, match="; expected "):
-        verify(small(Regression(), tmp_path, points(8)), **how)
-
-
-@pytest.mark.parametrize("given", [None, Trainer, "trainer"], ids=str)
-def test_what_is_no_trainer(given: Any) -> None:
-    with pytest.raises(OptionsError, match=r"expected a built transformers\.Trainer; pass "):
-        verify(given)
+def test_arguments_that_mean_nothing(tmp_path: Path) -> None:
+    trainer = small(Regression(), tmp_path, points(8))
+    for how in ({"windows": 0}, {"splits": []}, {"splits": [(1, 3)]}, {"splits": ["2"]}, {"reference": "half"}):
+        with pytest.raises(OptionsError, match="; expected "):
+            verify(trainer, **how)  # type: ignore[arg-type]
+    for split in (9, (4, 1), (0, 8)):
+        with pytest.raises(OptionsError, match="8 samples"):
+            verify(trainer, splits=[split])
+    for given in (None, Trainer, "trainer"):
+        with pytest.raises(OptionsError, match=r"expected a built transformers\.Trainer; pass "):
+            verify(given)
 
 
 __all__ = ["invariant"]
@@ -219,3 +154,69 @@ def test_a_wrong_trainer_fails_with_the_report(tmp_path: Path) -> None:
 def test_the_fixture_takes_a_patch_back(invariant: Any, tmp_path: Path) -> None:
     hf_accum_fix.apply()
     assert invariant(trainer_of("bert-classes", tmp_path), splits=[1]).active == "apply()"
+
+
+@CURRENT
+def test_the_example_of_the_page_runs_as_it_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = ModuleType("my_library")
+    library.MyTrainer = Trainer
+    library.cpu_arguments = lambda per_device_train_batch_size, gradient_accumulation_steps: training_arguments(
+        tmp_path, per_device_train_batch_size, gradient_accumulation_steps
+    )
+    library.tiny_model = lambda: LlamaForCausalLM(llama_config(vocab_size=99))
+    monkeypatch.setitem(sys.modules, "my_library", library)
+    page = (Path(hf_accum_fix.__file__).parent / "verification" / "README.md").read_text()
+    (example,) = (each for each in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "invariant)" in each)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    ran = []
+
+    def invariant(*given: Any, **how: Any) -> Any:
+        ran.append(assert_invariant(*given, **how))
+        return ran[-1]
+
+    with hf_accum_fix.apply(quiet=True):
+        names["test_accumulation_changes_nothing"](invariant)
+    assert {each.split for each in ran[0].results} == {"1 x 4", "2 x 2", "4 x 1"}
+
+
+# --- on two gloo ranks ------------------------------------------------------------------------------------------------
+
+GLOO = {"ddp_backend": "gloo", "per_device": 2, "accumulate": 2}
+
+
+def reports_of(output: Path) -> dict[str, Any]:
+    """On each rank."""
+    found = {name: verify(trainer_of(name, output, **GLOO), [1, 4], with_apply=True).to_dict() for name in STOCK}
+    trainer = trainer_of("llama", output, **GLOO)
+    trainer.model_wrapped = trainer.model
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    verify(trainer, [2])
+    same = all((one == other).all() for one, other in zip(before, trainer.model.parameters(), strict=True))
+    trainer.train()
+    found["trained"] = {"same": bool(same), "loss": trainer.state.log_history[0]["loss"]}
+    return found
+
+
+#: What is said of stock at 1 x 4.
+STOCK = {
+    "llama": "exact",
+    "bert-classes": "G x W times",
+    "bert-mlm": "G x W times, and the mean of micro-batch means",
+    "mixtral": "aux loss times G x W",
+}
+
+
+@CURRENT
+def test_two_ranks_read_the_same_and_errors_of_the_world_size_show(tmp_path: Path) -> None:
+    reports, second = on_ranks(reports_of, tmp_path, group=False)
+    assert reports == second
+    for name, words in STOCK.items():
+        report = reports[name]
+        assert report["world_size"] == 2 and report["samples"] == (8,)
+        (stock,) = (each for each in report["results"] if (each["mode"], each["per_device"]) == ("stock", 1))
+        assert stock["steps"] == 4 and stock["verdict"]["words"].endswith(words)
+        fixed = [each for each in report["results"] if each["mode"] == "apply()"]
+        assert len(fixed) == 2 and all(each["verdict"]["kind"] == "exact" and each["error"] < 1e-6 for each in fixed)
+    # The training that follows is undisturbed.
+    assert reports["trained"]["same"] and reports["trained"]["loss"] > 0
