@@ -95,13 +95,6 @@ def _beneath(link: Any) -> Place | None:
     if isinstance(link, PROXY):
         return Place(link, "__wrapped__", wrapped)
     cells = (link.__closure__ or ()) if isinstance(link, FunctionType) else ()
-    cell = next((each for each in cells if _contents(each) is wrapped), None)
+    # An empty cell raises ValueError.
+    cell = next((each for each in cells if each != CellType() and each.cell_contents is wrapped), None)
     return None if cell is None else Place(link, "__wrapped__", wrapped, cell=cell)
-
-
-def _contents(cell: CellType) -> Any:
-    """The content of a closure cell; None for an empty one, for which Python raises ValueError."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None

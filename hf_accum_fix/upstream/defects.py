@@ -9,7 +9,6 @@ gradient of the optimizer step, "log" the logged loss; without an entry it has t
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,12 +16,10 @@ from typing import Any, Final, Literal
 
 from packaging.version import Version
 
-from hf_accum_fix.upstream.seams import SEAMS, is_between
+from hf_accum_fix.upstream.seams import is_between
 
 OLDEST_READ: Final = "4.38.2"
 """The oldest release whose source was read: a defect since this release may be older."""
-
-_KEBAB_CASE: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Factor(str, Enum):
@@ -82,20 +79,6 @@ class Defect:
     factors: tuple[Factor, ...] = ()
     where: str = ""
     not_fixed: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse a malformed row; it is our own mistake, so raise a ValueError."""
-        if not _KEBAB_CASE.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is not kebab-case")
-        if self.until is not None and Version(self.since) >= Version(self.until):
-            raise ValueError(f"{self.name}: since {self.since} is not before until {self.until}")
-        empty = [field for field in ("summary", "who", "wrong", "right", "goes_when") if not getattr(self, field)]
-        if empty:
-            raise ValueError(f"{self.name}: {', '.join(empty)} is empty")
-        if not self.source or not all(link.startswith("https://") for link in self.source):
-            raise ValueError(f"{self.name}: needs https links, has {self.source!r}")
-        if self.seam not in {seam.name for seam in SEAMS}:
-            raise ValueError(f"{self.name}: {self.seam!r} is not a seam")
 
     @property
     def gradient(self) -> str:

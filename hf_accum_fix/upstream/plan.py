@@ -72,15 +72,11 @@ def make_plan(environment: Environment, options: Options) -> Plan:
 
 def _refusal(environment: Environment, release: Version | None, options: Options) -> AccumFixError | None:
     """The error if nothing can be patched; None if it can."""
-    if release is None:
+    if release is None or Version(release.base_version) < Version(FIRST_RELEASE):
         name = environment.transformers
-        found = "no transformers" if name is None else f"transformers {name!r}"
+        found = "no transformers" if name is None else f"transformers {name}"
         return UnsupportedVersionError(
             f"got {found}; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
-        )
-    if Version(release.base_version) < Version(FIRST_RELEASE):
-        return UnsupportedVersionError(
-            f"got transformers {release}; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
         )
     if not environment.trainer_exists:
         return SeamError(

@@ -205,9 +205,6 @@ ATTRIBUTES: Final = tuple(replace(row, name=name) for row in _ROWS for name in r
 
 _DATA: Final = json.loads(Path(__file__).with_name("releases.json").read_text(encoding="utf-8"))
 
-PUBLISHED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["published"])
-"""Every release from the oldest read to the newest tested, yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) too."""
-
 TESTED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["tested"])
 """The first and last patch of every minor, yanked ones too, and releases between which something changed."""
 

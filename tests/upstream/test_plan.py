@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
@@ -19,7 +20,7 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState, detect, fingerprints, is_pristine
 from hf_accum_fix.upstream.plan import Action, Plan, make_plan
-from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_BODIES, TESTED_RELEASES, seams_of
+from hf_accum_fix.upstream.seams import FIRST_RELEASE, SEAMS, TESTED_BODIES, TESTED_RELEASES, seams_of
 
 FOREIGN = "somebody.compute_loss"
 
@@ -194,6 +195,14 @@ def test_a_foreign_wrapper_and_a_replacement_are_distinguished_and_named(monkeyp
     assert not replaced.composable and replaced.fits and not replaced.tested_body
     assert replaced.foreign is not None and "lambda" in replaced.foreign
     assert vars(Seq2SeqTrainer).get("compute_loss") is None
+
+
+@pytest.mark.parametrize("row", DEFECTS, ids=lambda row: row.name)
+def test_a_row_is_complete(row: Defect) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name)
+    assert all((row.summary, row.who, row.wrong, row.right, row.goes_when, row.source))
+    assert all(link.startswith("https://") for link in row.source) and row.seam in {seam.name for seam in SEAMS}
+    assert row.until is None or Version(row.since) < Version(row.until)
 
 
 def test_the_range_is_half_open_and_takes_builds_for_the_release_they_lead_to() -> None:
