@@ -139,9 +139,7 @@ _ROWS: Final = (
     Attribute(TRAINER, "get_cp_size get_sp_size", "see which ranks share samples", since="5.0.0"),
     Attribute(TRAINER, CUTS, "cut samples as they are counted", off="context parallelism", since="4.56.0"),
     Attribute(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
-    Attribute(
-        TRAINER, "_train_batch_size", "see what a loss divides by", off="recognising the batch size", seen="object"
-    ),
+    Attribute(TRAINER, "_train_batch_size", "read a loss", off="recognising the batch size", seen="object"),
     Attribute(TRAINER, "get_train_dataloader", "give the loop whole windows"),
     Attribute(TRAINER, "log", "log nothing while the loss is observed, and exact windows with the loss"),
     Attribute(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
@@ -154,13 +152,7 @@ _ROWS: Final = (
     Attribute(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
     Attribute(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
     Attribute(ARGUMENTS, "length_column_name", "read lengths", off="reading length_column_name"),
-    Attribute(
-        ARGUMENTS,
-        "train_sampling_strategy",
-        "balance windows",
-        off="respecting train_sampling_strategy='batch_rebalance'",
-        since="5.2.0",
-    ),
+    Attribute(ARGUMENTS, "train_sampling_strategy", "balance windows", off="seeing batch_rebalance", since="5.2.0"),
     Attribute(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "split samples", off=VERIFY),
     Attribute(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
     Attribute(ARGUMENTS, "max_steps num_train_epochs", "train a copy for some steps", off=VERIFY),
@@ -223,4 +215,4 @@ SHOWS_SHAPES: Final = "2.5"
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {name: frozenset(bodies) for name, bodies in _DATA["bodies"].items()}
 )
-"""environment.fingerprints() of each tested release's trainer.py, equal bodies once; by recipes/add_release.py."""
+"""environment.fingerprint() of each tested release's trainer.py, equal bodies once; by recipes/add_release.py."""
