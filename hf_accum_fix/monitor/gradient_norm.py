@@ -32,25 +32,15 @@ _LEAST_NORM, _LEAST_SIGMA = 1e-30, 0.02
 
 @dataclass(frozen=True)
 class GradientNormReading:
-    """The norms since the last reading, compared with the last steps before them.
+    """The norms since the last reading, compared with the last steps before them."""
 
-    Attributes:
-        steps: how many.
-        median: of the norms of the window, these included; nan without any.
-        not_finite: share of the window's steps whose norm was inf or nan.
-        spikes: norms far above the usual.
-        spike: the largest of them over its usual norm.
-        usual: that usual norm, the median of the steps before it.
-        steps_ago: steps between it and the reading.
-    """
-
-    steps: int
-    median: float
-    not_finite: float
-    spikes: float
-    spike: float
-    usual: float
-    steps_ago: float
+    steps: int  # how many
+    median: float  # of the norms of the window, these included; nan without any
+    not_finite: float  # share of the window's steps whose norm was inf or nan
+    spikes: float  # norms far above the usual
+    spike: float  # the largest of them over its usual norm
+    usual: float  # that usual norm, the median of the steps before it
+    steps_ago: float  # steps between it and the reading
 
 
 class GradientNorm(Gathered[GradientNormReading]):

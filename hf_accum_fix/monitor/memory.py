@@ -49,21 +49,13 @@ class TrendKind(Enum):
 
 @dataclass(frozen=True)
 class Trend:
-    """Where memory is going.
-
-    Attributes:
-        kind: the decision.
-        samples: steps behind it, without the warm-up.
-        since: first step after the warm-up.
-        level: median since then [bytes].
-        slope: growth since then [bytes per step].
-    """
+    """Where memory is going."""
 
     kind: TrendKind
-    samples: float = 0
-    since: float = math.nan
-    level: float = math.nan
-    slope: float = math.nan
+    samples: float = 0  # steps behind it, without the warm-up
+    since: float = math.nan  # first step after the warm-up
+    level: float = math.nan  # median since then [bytes]
+    slope: float = math.nan  # growth since then [bytes per step]
 
     def __str__(self) -> str:
         """The decision in words."""
@@ -77,17 +69,11 @@ class Trend:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank.
+    """Memory of one rank."""
 
-    Attributes:
-        used: held by tensors on CUDA, the process's own resident pages elsewhere [bytes].
-        capacity: what used can grow to.
-        trend: where it is going.
-    """
-
-    used: float
-    capacity: float
-    trend: Trend
+    used: float  # held by tensors on CUDA, the process's own resident pages elsewhere [bytes]
+    capacity: float  # what used can grow to
+    trend: Trend  # where it is going
 
     @property
     def room(self) -> float:

@@ -33,21 +33,13 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
 
 @dataclass(frozen=True)
 class NoiseScaleReading:
-    """Means over the last measured windows.
+    """Means over the last measured windows."""
 
-    Attributes:
-        windows: how many.
-        items: mean number of items of a window.
-        noise: S, trace of the covariance of one item's gradient, in the unit of the squared gradient.
-        signal: |G|^2, square of the true gradient; below zero where it is lost in the noise.
-        error: standard error of `scale`, relative; nan for fewer than two windows or no signal.
-    """
-
-    windows: int
-    items: float
-    noise: float
-    signal: float
-    error: float
+    windows: int  # how many
+    items: float  # mean number of items of a window
+    noise: float  # S, trace of the covariance of one item's gradient, in the unit of the squared gradient
+    signal: float  # |G|^2, square of the true gradient; below zero where it is lost in the noise
+    error: float  # standard error of `scale`, relative; nan for fewer than two windows or no signal
 
     @property
     def scale(self) -> float:

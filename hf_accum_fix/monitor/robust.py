@@ -63,17 +63,11 @@ def error_of_mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Slope:
-    """A slope and its interval.
+    """A slope and its interval."""
 
-    Attributes:
-        value: median of the slopes of all pairs [y per x].
-        low: lower end of the interval.
-        high: upper end.
-    """
-
-    value: float
-    low: float
-    high: float
+    value: float  # median of the slopes of all pairs [y per x]
+    low: float  # lower end of the interval
+    high: float  # upper end
 
 
 def theil_sen(x: Sequence[float], y: Sequence[float], confidence: float = 0.95) -> Slope:

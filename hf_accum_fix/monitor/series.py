@@ -41,15 +41,10 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """One logged number over a run.
+    """One logged number over a run."""
 
-    Attributes:
-        steps: optimizer steps, increasing.
-        values: as many.
-    """
-
-    steps: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()  # optimizer steps, increasing
+    values: tuple[float, ...] = ()  # as many
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -62,17 +57,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Run:
-    """One run's logs.
+    """One run's logs."""
 
-    Attributes:
-        name: where they were found; printable.
-        series: by the name they were logged under (TensorBoard's ``train/`` taken off); printable.
-        left_out: the lines that could not be read, in words; empty: none.
-    """
-
-    name: str
-    series: Mapping[str, Series]
-    left_out: str = ""
+    name: str  # where they were found; printable
+    series: Mapping[str, Series]  # by the name they were logged under (TensorBoard's ``train/`` taken off); printable
+    left_out: str = ""  # the lines that could not be read, in words; empty: none
 
 
 def run_of(name: str, rows: Iterable[Any], value: str) -> Run:

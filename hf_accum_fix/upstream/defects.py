@@ -45,40 +45,24 @@ class Factor(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Defect:
-    """One defect of a range of releases.
+    """One defect of a range of releases."""
 
-    Attributes:
-        name: kebab-case, stable: what users search for.
-        summary: the effect, in one line.
-        who: the affected runs, in one clause.
-        wrong: the result, as an equation or in words.
-        right: the correct result.
-        since: first release with it, from `OLDEST_READ` on.
-        until: first release without it; None while the newest one has it.
-        seam: the Trainer method at which it is fixed.
-        source: its report, else the line in a release.
-        remove_when: when the row can be deleted; with ``until``: once no older release is supported.
-        evidence: "run": measured at both ends of its range; "newest": in the newest release, and ``since`` was found in
-            the source; "read": found in the source.
-        factors: wrong gradient over right gradient, one of several; empty: no single factor.
-        where: the affected runs or windows, in words; empty: all.
-        not_fixed: what to do instead, if this package does not fix it; empty: it does.
-    """
-
-    name: str
-    summary: str
-    who: str
-    wrong: str
-    right: str = "grad sum_m S_m / N"
-    since: str
-    until: str | None = None
-    seam: str
-    source: tuple[str, ...]
-    remove_when: str = ""
+    name: str  # kebab-case, stable: what users search for
+    summary: str  # the effect, in one line
+    who: str  # the affected runs, in one clause
+    wrong: str  # the result, as an equation or in words
+    right: str = "grad sum_m S_m / N"  # the correct result
+    since: str  # first release with it, from `OLDEST_READ` on
+    until: str | None = None  # first release without it; None while the newest one has it
+    seam: str  # the Trainer method at which it is fixed
+    source: tuple[str, ...]  # its report, else the line in a release
+    remove_when: str = ""  # when the row can be deleted; with ``until``: once no older release is supported
+    #: "run": measured at both ends of its range; "newest": in the newest release, with ``since`` from the source;
+    #: "read": found in the source.
     evidence: Literal["run", "newest", "read"] = "run"
-    factors: tuple[Factor, ...] = ()
-    where: str = ""
-    not_fixed: str = ""
+    factors: tuple[Factor, ...] = ()  # wrong gradient over right gradient, one of several; empty: no single factor
+    where: str = ""  # the affected runs or windows, in words; empty: all
+    not_fixed: str = ""  # what to do instead, if this package does not fix it; empty: it does
 
     @property
     def gradient(self) -> str:

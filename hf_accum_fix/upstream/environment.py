@@ -36,53 +36,31 @@ _PACKAGE: Final = TRAINER_MODULE.partition(".")[0]
 
 @dataclass(frozen=True)
 class SeamState:
-    """The state of one seam.
-
-    Attributes:
-        seam: the seam.
-        parameters: names of the method's parameters after self; None if there is no such method.
-        fits: whether they start with the seam's, or with some of them followed by *args and **kwargs.
-        tested_body: whether our tests have run this body.
-        ours: whether a wrapper of this package is on it.
-        foreign: "module.qualname" of another package's innermost patch; None without one.
-        composable: whether the method still calls the original, through any wrappers.
-        patcher: the known package that replaced the original; None without one.
-    """
+    """The state of one seam."""
 
     seam: Seam
-    parameters: tuple[str, ...] | None
-    fits: bool
-    tested_body: bool
-    ours: bool
-    foreign: str | None
-    composable: bool
-    patcher: Patcher | None = None
+    parameters: tuple[str, ...] | None  # names of the method's parameters after self; None if there is no such method
+    fits: bool  # whether they start with the seam's, or with some of them followed by *args and **kwargs
+    tested_body: bool  # whether our tests have run this body
+    ours: bool  # whether a wrapper of this package is on it
+    foreign: str | None  # "module.qualname" of another package's innermost patch; None without one
+    composable: bool  # whether the method still calls the original, through any wrappers
+    patcher: Patcher | None = None  # the known package that replaced the original; None without one
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed.
+    """What is installed."""
 
-    Attributes:
-        transformers: version in its code, because the code runs; None if not installed.
-        accelerate: version by its metadata; None if not installed.
-        torch: version by its metadata; None if not installed.
-        python: version.
-        trainer_imported: whether transformers.trainer is imported.
-        seams: state of every seam; empty before that import.
-        stale_metadata: version in transformers' metadata if its code has another one; None: they agree.
-        missing: rows of `seams.ATTRIBUTES` that its classes lack; empty before that import.
-        read: known defects whose lines are in the code of a release newer than all tested; None: another release.
-    """
-
-    transformers: str | None
-    accelerate: str | None
-    torch: str | None
-    python: str
-    trainer_imported: bool = False
-    seams: tuple[SeamState, ...] = ()
-    stale_metadata: str | None = None
-    missing: tuple[Attribute, ...] = ()
+    transformers: str | None  # version in its code, because the code runs; None if not installed
+    accelerate: str | None  # version by its metadata; None if not installed
+    torch: str | None  # version by its metadata; None if not installed
+    python: str  # version
+    trainer_imported: bool = False  # whether transformers.trainer is imported
+    seams: tuple[SeamState, ...] = ()  # state of every seam; empty before that import
+    stale_metadata: str | None = None  # version in transformers' metadata if its code has another one; None: they agree
+    missing: tuple[Attribute, ...] = ()  # rows of `seams.ATTRIBUTES` that its classes lack; empty before that import
+    #: Known defects whose lines are in the code of a release newer than all tested; None: another release.
     read: frozenset[str] | None = None
 
 

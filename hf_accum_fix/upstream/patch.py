@@ -87,19 +87,12 @@ def is_ours(link: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Installed:
-    """One installed wrapper.
+    """One installed wrapper."""
 
-    Attributes:
-        patch: the requested patch.
-        method: our wrapper.
-        outermost: the class attribute after installing: ours, or the foreign wrapper around it.
-        inherited: whether the class had no such attribute of its own.
-    """
-
-    patch: Patch
-    method: _Method
-    outermost: Any
-    inherited: bool
+    patch: Patch  # the requested patch
+    method: _Method  # our wrapper
+    outermost: Any  # the class attribute after installing: ours, or the foreign wrapper around it
+    inherited: bool  # whether the class had no such attribute of its own
 
     def place(self) -> Place | None:
         """The place that holds our wrapper now; None if the method no longer calls it."""

@@ -43,17 +43,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """What apply() will do.
+    """What apply() will do."""
 
-    Attributes:
-        decisions: one per defect, in the order of the table.
-        refusal: the error that apply() raises; None if it can patch.
-        untested: why this release or method body counts as untested; None if tested.
-    """
-
-    decisions: tuple[Decision, ...]
-    refusal: AccumFixError | None
-    untested: str | None
+    decisions: tuple[Decision, ...]  # one per defect, in the order of the table
+    refusal: AccumFixError | None  # the error that apply() raises; None if it can patch
+    untested: str | None  # why this release or method body counts as untested; None if tested
 
     @property
     def fixed(self) -> tuple[Defect, ...]:

@@ -23,19 +23,12 @@ _COUNTS: Final = "4.46.0"
 
 @dataclass(frozen=True)
 class Seam:
-    """One method of the Trainer that we wrap.
+    """One method of the Trainer that we wrap."""
 
-    Attributes:
-        name: the method's name.
-        parameters: the parameters it must start with, after self.
-        since: the first release with these parameters.
-        until: the first later release with others; None: there is none.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    since: str = FIRST_RELEASE
-    until: str | None = None
+    name: str  # the method's name
+    parameters: tuple[str, ...]  # the parameters it must start with, after self
+    since: str = FIRST_RELEASE  # the first release with these parameters
+    until: str | None = None  # the first later release with others; None: there is none
 
     def is_in(self, release: Version | None) -> bool:
         """Whether a release has it, by its base version; None: the newest."""
@@ -79,25 +72,15 @@ Seen: TypeAlias = Literal["class", "object", "loop", "DeepSpeed"]
 
 @dataclass(frozen=True)
 class Attribute:
-    """One upstream name that we call, read, override or replace without wrapping it.
+    """One upstream name that we call, read, override or replace without wrapping it."""
 
-    Attributes:
-        target: "module:class" that has it, or the module.
-        name: of the attribute; in `_ROWS` several names.
-        used_for: its use, verb first.
-        off: the feature that is off without it, with one warning; empty: apply() or train() refuses.
-        seen: where to look for it.
-        since: the first release (of transformers or accelerate) that has it; empty: all supported ones.
-        until: the first release without it; None: there is none.
-    """
-
-    target: str
-    name: str
-    used_for: str
-    off: str = ""
-    seen: Seen = "class"
-    since: str = ""
-    until: str | None = None
+    target: str  # "module:class" that has it, or the module
+    name: str  # of the attribute; in `_ROWS` several names
+    used_for: str  # its use, verb first
+    off: str = ""  # the feature that is off without it, with one warning; empty: apply() or train() refuses
+    seen: Seen = "class"  # where to look for it
+    since: str = ""  # the first release (of transformers or accelerate) that has it; empty: all supported ones
+    until: str | None = None  # the first release without it; None: there is none
 
     def is_in(self, release: Version) -> bool:
         """Whether a release of its package must have it."""

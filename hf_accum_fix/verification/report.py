@@ -34,15 +34,10 @@ _MAKES: Final = {0: "makes it exact", 1: "leaves it off", 3: "could not be run"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """An answer in words; true if exact.
+    """An answer in words; true if exact."""
 
-    Attributes:
-        kind: one of the three answers.
-        words: "exact ...", "off, relative error ...: why" or "could not tell: reason".
-    """
-
-    kind: Kind
-    words: str
+    kind: Kind  # one of the three answers
+    words: str  # "exact ...", "off, relative error ...: why" or "could not tell: reason"
 
     def __str__(self) -> str:
         return self.words
