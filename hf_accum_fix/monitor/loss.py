@@ -171,9 +171,7 @@ class HeadReading:
     """How a head's loss is reduced, the same on every rank."""
 
     is_known: bool = False  # the loss was recognised
-    is_mean: bool = (
-        False  # the head returns the mean over a micro-batch's items; else it divides by the number it gets
-    )
+    is_mean: bool = False  # the head returns the mean over a micro-batch's items; else it divides by the number it gets
     factor: float = 1.0  # weight that the Trainer gives a micro-batch, over the right one
     guess: float = math.nan  # loss of a guess with all classes equally likely, ln(classes); nan without classes
     handed: float = 0.0  # sum of the item counts that the steps of all ranks got since the last reading

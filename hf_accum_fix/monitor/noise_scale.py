@@ -19,6 +19,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -190,10 +191,8 @@ class NoiseScale(Gathered[NoiseScaleReading]):
 
 def _accumulator(parameter: nn.Parameter) -> Node:
     """What adds the gradients of all uses of a parameter to its ``.grad``; its hooks live as long as it is held."""
-    view = parameter.view_as(parameter).grad_fn
-    assert view is not None
-    found = view.next_functions[0][0]
-    assert found is not None
+    view: Any = parameter.view_as(parameter).grad_fn
+    found: Node = view.next_functions[0][0]
     return found
 
 

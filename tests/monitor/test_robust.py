@@ -24,11 +24,6 @@ def test_theil_sen_is_scipys(rounded: int | None) -> None:
     assert (found.low, found.high) == pytest.approx((expected.low_slope, expected.high_slope))
 
 
-def test_a_slope_needs_two_places() -> None:
-    with pytest.raises(ValueError, match="two different abscissae"):
-        robust.theil_sen([1.0, 1.0], [2.0, 3.0])
-
-
 def test_the_median_absolute_deviation_is_scipys() -> None:
     values = numpy.random.default_rng(2).exponential(size=101)
     centre, sigma = robust.median_and_sigma(values.tolist())
