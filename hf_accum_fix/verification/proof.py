@@ -25,7 +25,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.copies import AtTheStep, StepReached, engine_of, gradients_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, fingerprint, hash_of, projections_of
 from hf_accum_fix.verification.reference import MIXED, Reference, Scene
-from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell
+from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell, off_by
 from hf_accum_fix.verification.restore import unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, leaves
 
@@ -231,7 +231,7 @@ def judge(proof: Proof, here: Proof) -> Against:
         lost = ", as where micro-batches are lost" if factor < _LOST else ""
         most = _listed([names[at] for at in worst])
         words = f"another direction, along the proof's {factor:.4g} times{lost}; most in {most}"
-    return Against(Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}"), error, limit, here, proof)
+    return Against(off_by(error, words), error, limit, here, proof)
 
 
 def _incomparable(proof: Proof, here: Proof) -> str:

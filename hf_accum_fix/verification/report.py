@@ -55,6 +55,11 @@ def could_not_tell(reason: str) -> Verdict:
     return Verdict(Kind.COULD_NOT_TELL, f"could not tell: {reason}")
 
 
+def off_by(error: float, why: str) -> Verdict:
+    """A verdict of another gradient: its relative error, and the cause."""
+    return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {why}")
+
+
 @dataclass(frozen=True)
 class SplitResult:
     """One split of one global batch, run by the trainer's own loop and compared with the reference.
