@@ -18,7 +18,7 @@ import transformers.trainer
 from packaging.version import Version
 
 from hf_accum_fix.options import Options
-from hf_accum_fix.upstream.environment import detect, fingerprints
+from hf_accum_fix.upstream.environment import detect, fingerprint
 from hf_accum_fix.upstream.plan import make_plan
 
 RELEASES = Path(__file__).resolve().parents[1] / "hf_accum_fix/upstream/releases.json"
@@ -41,7 +41,8 @@ def main() -> int:
     for key in ("published", "tested"):
         releases[key] = sorted({*releases[key], str(release)}, key=Version)
     new = []
-    for name, body in fingerprints(Path(transformers.trainer.__file__)).items():
+    for name in [state.seam.name for state in environment.seams]:
+        body = fingerprint(vars(transformers.trainer.Trainer)[name])
         if body not in releases["bodies"][name]:
             releases["bodies"][name].append(body)
             new.append(name)

@@ -55,16 +55,15 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
         ) from error
 
 
-def apply_inherited() -> str:
-    """Call apply() in a process that has just loaded transformers.trainer; return one line to print, or an empty one.
+def apply_inherited() -> None:
+    """Call apply() in a process that has just loaded transformers.trainer.
 
     Raises:
         SystemExit: if apply() refuses: `from transformers import Trainer` would turn another error into an
             ImportError about missing requirements, which scripts catch and continue without the Trainer.
     """
     from hf_accum_fix import __version__, apply
-    from hf_accum_fix.confirmation import is_quiet, on_line
-    from hf_accum_fix.upstream.environment import detect
+    from hf_accum_fix.confirmation import is_quiet, print_line
 
     try:
         handle = apply(**vars(inherited_options(os.environ)))
@@ -72,8 +71,5 @@ def apply_inherited() -> str:
         raise SystemExit(f"hf-accum-fix: {error}") from error
     if handle.active:
         report_on()
-    if is_quiet():
-        return ""
-    if not handle.active:
-        return f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}"
-    return on_line(detect(), handle.plan)
+    elif not is_quiet():
+        print_line(f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,21 +35,6 @@ If apply() refuses the release or another package's patch, the process ends with
 that error.
 """
 
-_CANNOT_RUN: Final = 126
-_NOT_FOUND: Final = 127
-
-#: Programs that run the words after their options as a command; launchers do so with one of the flags below.
-_RUNNING: Final = frozenset((
-    "conda", "env", "ionice", "mpirun", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf", "sudo", "taskset",
-    "time", "timeout", "uv",
-))  # fmt: skip
-_LAUNCHERS: Final = frozenset(("torchrun", "accelerate", "deepspeed"))
-_NO_PYTHON: Final = frozenset(("--no-python", "--no_python"))
-
-_PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?(\.exe)?")
-#: The first letter of a word of flags that makes Python deaf (E, I, S), is the last flag, or takes a value.
-_FLAG: Final = re.compile(r"-[^-EIScmWX]*([EIScmWX])")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
@@ -79,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
         run.
 
     Raises:
-        OptionsError: if there is no command, or it starts a Python that ignores PYTHONPATH.
+        OptionsError: if there is no command, or --require with the patch switched off.
     """
     given: dict[str, Any] = {option.name: getattr(arguments, option.name) for option in on_the_command_line()}
     options = options_from({name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
@@ -88,11 +70,6 @@ def execute(arguments: argparse.Namespace) -> int:
         found = "an empty command" if command else "no command"
         raise OptionsError(f"got {found}; expected one, such as: hf-accum-fix run torchrun train.py")
     if enabled():
-        if (flag := defeating_flag(command)) is not None:
-            raise OptionsError(
-                f"got {' '.join(command)}, where {flag} makes Python ignore PYTHONPATH or sitecustomize, which carry "
-                "the patch; expected a command without it; drop the flag, or call hf_accum_fix.apply() in the script"
-            )
         environment = environment_for(options, os.environ)
     elif arguments.require:
         raise OptionsError(
@@ -112,35 +89,4 @@ def execute(arguments: argparse.Namespace) -> int:
         is_script = command[0].endswith(".py") and Path(command[0]).is_file()
         meant = f"; did you mean: hf-accum-fix run python {' '.join(command)}" if is_script else ""
         complain(f"hf-accum-fix: {command[0]}: {error.strerror}{meant}")
-        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_RUN
-
-
-def defeating_flag(words: Sequence[str]) -> str | None:
-    """The word with the -E, -I or -S of the Python that a command starts; None without one.
-
-    Source: https://docs.python.org/3/using/cmdline.html
-    """
-    flags = iter(_words_after_python(words))
-    for word in flags:
-        found = _FLAG.match(word)
-        if not word.startswith("-") or word == "-" or (found and found[1] in "cm"):
-            return None
-        if found and found[1] in "EIS":
-            return word
-        if word == "--check-hash-based-pycs" or (found and found.end() == len(word)):
-            next(flags, None)
-    return None
-
-
-def _words_after_python(words: Sequence[str]) -> Sequence[str]:
-    """The words after the Python that a command starts, directly or through programs that run a command; else none."""
-    for place, word in enumerate(words):
-        name = Path(word).name
-        if _PYTHON.fullmatch(name):
-            return words[place + 1 :]
-        runs = name in _RUNNING or (name in _LAUNCHERS and not _NO_PYTHON.isdisjoint(words))
-        # The options of such a program, and their values, are no programs.
-        option = place > 0 and (word.startswith("-") or "=" in word or shutil.which(word) is None)
-        if not runs and not option:
-            break
-    return ()
+        return 127 if isinstance(error, FileNotFoundError) else 126

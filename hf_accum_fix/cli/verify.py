@@ -131,8 +131,6 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse files that cannot be written, and a proof that is not there, or comes with what it has no use for."""
     for path in filter(None, (arguments.json, arguments.plot, arguments.save)):
         folder = path.absolute().parent
-        if not folder.is_dir():
-            raise OptionsError(f"got {path}; expected a file in an existing folder; make {folder} first")
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
             what = "is a folder" if path.is_dir() else "is not writable"
             raise OptionsError(f"got {path}, which {what}; expected a writable file; name another path")

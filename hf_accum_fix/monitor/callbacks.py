@@ -171,21 +171,19 @@ class MonitorsCallback(TrainerCallback):
         if not verdict.is_mean:
             loss = loss.times((loss.total.items / verdict.handed if verdict.handed else 1.0) / verdict.factor)
         if verdict.factor != 1:
-            self._alarms.say(self._scaled(verdict, loss.mean), self._trainer.state.global_step)
+            words = (
+                f"the Trainer counts a micro-batch for {verdict.factor:.3g} times its share of the loss, "
+                f"{loss.mean:.4g} in the mean over the items, with {self._steps} micro-batches a step and "
+                f"{self._ranks.size} ranks: its logged loss and its gradient are that much off; look at "
+                "`hf-accum-fix doctor`"
+            )
+            self._alarms.say(Alarm("trainer-loss-scaled", words), self._trainer.state.global_step)
         self._last = loss.mean
         rate, epoch = _number(logs.get("learning_rate")), _number(self._trainer.state.epoch)
         found = self._monitor.logged({**readings, self._monitor.meter: loss}, rate, epoch, verdict.guess)
         found |= {} if verdict.is_known else {"loss_repeats_the_trainers": 1.0}
         found |= {} if math.isnan(verdict.guess) else {"loss_of_a_guess": verdict.guess}
         logs.update((PREFIX + name, value) for name, value in found.items())
-
-    def _scaled(self, verdict: HeadReading, mean: float) -> Alarm:
-        return Alarm(
-            "trainer-loss-scaled",
-            f"the Trainer counts a micro-batch for {verdict.factor:.3g} times its share of the loss, {mean:.4g} in "
-            f"the mean over the items, with {self._steps} micro-batches a step and {self._ranks.size} ranks: its "
-            "logged loss and its gradient are that much off; look at `hf-accum-fix doctor`",
-        )
 
 
 def _number(value: Any) -> float:

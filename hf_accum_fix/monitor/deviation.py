@@ -17,21 +17,13 @@ from hf_accum_fix.monitor.thresholds import BELIEF, BLOCKS, CHANCE, COMPARED, KE
 
 @dataclass(frozen=True)
 class Deviation:
-    """Distance of one rank from the mean of the others.
-
-    Attributes:
-        rank: its number.
-        difference: its value minus the mean of the others, in the unit of the values.
-        error: standard error of the difference, in the same unit, were its samples independent.
-        freedom: degrees of freedom of the error.
-        tolerance: absolute difference that counts as none.
-    """
+    """Distance of one rank from the mean of the others."""
 
     rank: int
-    difference: float
-    error: float
-    freedom: float = 1e6
-    tolerance: float = 0.0
+    difference: float  # its value minus the mean of the others, in the unit of the values
+    error: float  # standard error of the difference, in the same unit, were its samples independent
+    freedom: float = 1e6  # degrees of freedom of the error
+    tolerance: float = 0.0  # absolute difference that counts as none
 
     @property
     def deviate(self) -> float:

@@ -32,25 +32,15 @@ _LEAST_NORM, _LEAST_SIGMA = 1e-30, 0.02
 
 @dataclass(frozen=True)
 class GradientNormReading:
-    """The norms since the last reading, compared with the last steps before them.
+    """The norms since the last reading, compared with the last steps before them."""
 
-    Attributes:
-        steps: how many.
-        median: of the norms of the window, these included; nan without any.
-        not_finite: share of the window's steps whose norm was inf or nan.
-        spikes: norms far above the usual.
-        spike: the largest of them over its usual norm.
-        usual: that usual norm, the median of the steps before it.
-        steps_ago: steps between it and the reading.
-    """
-
-    steps: int
-    median: float
-    not_finite: float
-    spikes: float
-    spike: float
-    usual: float
-    steps_ago: float
+    steps: int  # how many
+    median: float  # of the norms of the window, these included; nan without any
+    not_finite: float  # share of the window's steps whose norm was inf or nan
+    spikes: float  # norms far above the usual
+    spike: float  # the largest of them over its usual norm
+    usual: float  # that usual norm, the median of the steps before it
+    steps_ago: float  # steps between it and the reading
 
 
 class GradientNorm(Gathered[GradientNormReading]):
@@ -92,9 +82,13 @@ class GradientNorm(Gathered[GradientNormReading]):
     def row(self) -> Tensor:
         import torch
 
-        row = self.add(*_numbers(self._new))
+        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm, _ in self._new]
+        columns = [torch.as_tensor(its).reshape(()) for its in (*norms, *(items for _, items in self._new))]
+        device = next((its.device for its in columns if its.device.type != "cpu"), torch.device("cpu"))
+        on_device = [its.to(device, torch.float32, non_blocking=True) for its in columns]
+        numbers = torch.stack(on_device).tolist() if on_device else []
         self._new.clear()
-        return torch.tensor(row, dtype=torch.float64)
+        return torch.tensor(self.add(numbers[: len(norms)], numbers[len(norms) :]), dtype=torch.float64)
 
     def add(self, norms: Sequence[float], items: Sequence[float]) -> list[float]:
         """Add norms that are numbers already: how many spikes, and the largest."""
@@ -184,16 +178,3 @@ class GradientNorm(Gathered[GradientNormReading]):
                 "for activations or a loss that grow or die",
             )
         return None
-
-
-def _numbers(new: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float]]:
-    """Norms and items on the host: one device sync."""
-    import torch
-
-    if not new:
-        return [], []
-    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm, _ in new]
-    columns = [torch.as_tensor(its).reshape(()) for its in (*norms, *(items for _, items in new))]
-    device = next((its.device for its in columns if its.device.type != "cpu"), torch.device("cpu"))
-    numbers = torch.stack([its.to(device, torch.float32, non_blocking=True) for its in columns]).tolist()
-    return numbers[: len(new)], numbers[len(new) :]

@@ -27,23 +27,14 @@ _CHUNK = 2**24
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over micro-batches with a summed loss S and n items each.
+    """Sums over micro-batches with a summed loss S and n items each."""
 
-    Attributes:
-        micro_batches: number of them with at least one item.
-        items: sum of n.
-        loss: sum of S.
-        loss_squared: sum of S^2.
-        loss_items: sum of S n.
-        items_squared: sum of n^2.
-    """
-
-    micro_batches: float = 0.0
-    items: float = 0.0
-    loss: float = 0.0
-    loss_squared: float = 0.0
-    loss_items: float = 0.0
-    items_squared: float = 0.0
+    micro_batches: float = 0.0  # number of them with at least one item
+    items: float = 0.0  # sum of n
+    loss: float = 0.0  # sum of S
+    loss_squared: float = 0.0  # sum of S^2
+    loss_items: float = 0.0  # sum of S n
+    items_squared: float = 0.0  # sum of n^2
 
     @property
     def mean(self) -> float:
@@ -88,13 +79,10 @@ class Moments:
 
 @dataclass(frozen=True)
 class LossReading:
-    """The loss since the meter was last read.
+    """The loss since the meter was last read."""
 
-    Attributes:
-        ranks: the moments of each rank. A rank without a loss (an early pipeline stage, a batch without targets) has
-            all zeros: it takes part in no mean.
-    """
-
+    #: Of each rank. A rank without a loss (an early pipeline stage, a batch without targets) has all zeros, and takes
+    #: part in no mean.
     ranks: tuple[Moments, ...]
 
     @property
@@ -180,21 +168,13 @@ def _like(tensor: Tensor, value: Tensor | float) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadReading:
-    """How a head's loss is reduced, the same on every rank.
+    """How a head's loss is reduced, the same on every rank."""
 
-    Attributes:
-        is_known: the loss was recognised.
-        is_mean: the head returns the mean over its micro-batch's items; else it divides by the number it gets.
-        factor: weight that the Trainer gives a micro-batch, over the right one.
-        guess: loss of a guess with all classes equally likely, ln(classes); nan without classes.
-        handed: sum of the item counts that the steps of all ranks got since the last reading.
-    """
-
-    is_known: bool = False
-    is_mean: bool = False
-    factor: float = 1.0
-    guess: float = math.nan
-    handed: float = 0.0
+    is_known: bool = False  # the loss was recognised
+    is_mean: bool = False  # the head returns the mean over a micro-batch's items; else it divides by the number it gets
+    factor: float = 1.0  # weight that the Trainer gives a micro-batch, over the right one
+    guess: float = math.nan  # loss of a guess with all classes equally likely, ln(classes); nan without classes
+    handed: float = 0.0  # sum of the item counts that the steps of all ranks got since the last reading
 
 
 class LossCheck(Gathered[HeadReading]):

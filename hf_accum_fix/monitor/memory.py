@@ -16,23 +16,17 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice, pairwise
 from statistics import median
-from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from torch import Tensor
 
 from hf_accum_fix.monitor import thresholds as at
 from hf_accum_fix.monitor.alarms import Alarm, Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.robust import blocks, median_and_sigma, noise_sigma, theil_sen
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from hf_accum_fix.monitor.ranks import Ranks
-
 MIB = 2.0**20
-_LOOK_FOR = (
-    "look for what is kept from step to step: losses or outputs appended without detach().item(), caches, hooks that "
-    "collect"
-)
 #: Last samples kept; samples that a median replaces later on, and most of these medians; blocks behind a trend.
 _LAST, _BLOCK, _BLOCKS, _PARTS = 1024, 32, 1024, 24
 #: Numbers of last samples that are examined by themselves.
@@ -49,21 +43,13 @@ class TrendKind(Enum):
 
 @dataclass(frozen=True)
 class Trend:
-    """Where memory is going.
-
-    Attributes:
-        kind: the decision.
-        samples: steps behind it, without the warm-up.
-        since: first step after the warm-up.
-        level: median since then [bytes].
-        slope: growth since then [bytes per step].
-    """
+    """Where memory is going."""
 
     kind: TrendKind
-    samples: float = 0
-    since: float = math.nan
-    level: float = math.nan
-    slope: float = math.nan
+    samples: float = 0  # steps behind it, without the warm-up
+    since: float = math.nan  # first step after the warm-up
+    level: float = math.nan  # median since then [bytes]
+    slope: float = math.nan  # growth since then [bytes per step]
 
     def __str__(self) -> str:
         """The decision in words."""
@@ -77,17 +63,11 @@ class Trend:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank.
+    """Memory of one rank."""
 
-    Attributes:
-        used: held by tensors on CUDA, the process's own resident pages elsewhere [bytes].
-        capacity: what used can grow to.
-        trend: where it is going.
-    """
-
-    used: float
-    capacity: float
-    trend: Trend
+    used: float  # held by tensors on CUDA, the process's own resident pages elsewhere [bytes]
+    capacity: float  # what used can grow to
+    trend: Trend  # where it is going
 
     @property
     def room(self) -> float:
@@ -117,11 +97,6 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
     def __init__(
         self, device: torch.device | None = None, ranks: Ranks | None = None, capacity: float | None = None
     ) -> None:
-        import psutil
-        import torch
-
-        from hf_accum_fix.monitor.ranks import TorchRanks
-
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._device = device if device is not None and device.type == "cuda" else None
@@ -131,7 +106,7 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
         self._before, self._part, self._merged = list[tuple[float, float]](), list[float](), 1
         self._step = 0
         if capacity is None and self._device is None:
-            capacity = float(psutil.virtual_memory().available + self._resident())
+            capacity = float(psutil.virtual_memory().available + self._now())
         elif capacity is None:
             capacity = float(torch.cuda.get_device_properties(self._device).total_memory)
         self._capacity = capacity
@@ -153,8 +128,6 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
             self._merged *= 2
 
     def row(self) -> Tensor:
-        import torch
-
         steps = range(self._step + 1 - len(self._sizes), self._step + 1)
         its = self._trend(list(map(float, steps)), list(self._sizes))
         row = [self._now(), self._capacity, list(TrendKind).index(its.kind), its.samples, its.since, its.level]
@@ -181,7 +154,8 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
             return None
         first = min(due, key=lambda rank: reading[rank].steps_until_full)
         self._room.update((rank, reading[rank].room) for rank in due)
-        return Alarm(f"memory-grows-{first}", f"rank {first}: memory {reading[first]}; {_LOOK_FOR}")
+        words = "look for what is kept from step to step: losses or outputs appended without detach().item(), caches, "
+        return Alarm(f"memory-grows-{first}", f"rank {first}: memory {reading[first]}; {words}hooks that collect")
 
     def logged(self, reading: tuple[RankMemory, ...]) -> dict[str, float]:
         """Memory of the rank that uses most, and how fast the fastest grows [MiB]."""
@@ -206,14 +180,9 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
         return whole
 
     def _now(self) -> float:
-        if self._device is None:
-            return self._resident()
-        import torch
-
-        return float(torch.cuda.memory_allocated(self._device))
-
-    def _resident(self) -> float:
-        """The process's own pages, without mapped files, whose pages the system can take back."""
+        """Of tensors; else the process's own pages, without mapped files, whose pages the system can take back."""
+        if self._device is not None:
+            return float(torch.cuda.memory_allocated(self._device))
         try:
             with open(f"/proc/{self._process.pid}/status", "rb") as status:  # noqa: PTH123 - read at every step
                 sizes = dict(line.split(b":", 1) for line in status)
@@ -223,15 +192,7 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
 
 
 def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
-    """Where memory is going since its warm-up, by its sizes [bytes] at these steps."""
-    if len(steps) < at.SAMPLES:
-        return Trend(TrendKind.TOO_FEW_STEPS)
-    first = _end_of_warm_up(steps, sizes)
-    return _since_warm_up(steps[first:], sizes[first:])
-
-
-def _since_warm_up(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
-    """Plateau, growth, or too few steps to decide, of samples without their warm-up.
+    """Where memory is going since its warm-up, by its sizes [bytes] at these steps.
 
     The medians of up to 24 blocks are taken, so that neither single peaks nor correlations over a few steps decide, and
     the slope is Theil and Sen's.
@@ -241,6 +202,10 @@ def _since_warm_up(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     (of noise, every second is). It is on a *plateau* if not even the upper end of the interval makes a growth of that
     size in a thousand steps. Else it is too early.
     """
+    if len(steps) < at.SAMPLES:
+        return Trend(TrendKind.TOO_FEW_STEPS)
+    first = _end_of_warm_up(steps, sizes)
+    steps, sizes = steps[first:], sizes[first:]
     level, span = median(sizes), steps[-1] - steps[0]
     x, y = _medians(steps), _medians(sizes)
     slope = theil_sen(x, y, at.CONFIDENCE)
@@ -273,8 +238,8 @@ def _no_growth(level: float) -> float:
     return max(at.NO_GROWTH, at.NO_GROWTH_SHARE * level)
 
 
-def _medians(values: Sequence[float], parts: int = _PARTS) -> list[float]:
-    return [median(values[part.start : part.stop]) for part in blocks(len(values), parts)]
+def _medians(values: Sequence[float]) -> list[float]:
+    return [median(values[part.start : part.stop]) for part in blocks(len(values), _PARTS)]
 
 
 def _in_words(size: float) -> str:

@@ -73,11 +73,8 @@ class Monitor:
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self._step, self._steps_logged = Alarms(self._ranks, on_alarm), 0, 0
         self.meter, self._rank_loss = LossMeter(self._ranks), RankLoss()
-        self._trends, self._first, self._accuracy = (
-            (LossTrend(), LossOscillation(), LossStall()),
-            FirstLoss(),
-            AccuracyTrend(),
-        )
+        self._trends = (LossTrend(), LossOscillation(), LossStall())
+        self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._guess = math.log(classes) if classes else math.nan
         self.norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._agreed = self._ranks.size == 1
@@ -143,12 +140,12 @@ class Monitor:
             self._pace.step()
         if self._replicas is not None:
             self.alarms.say(self._replicas.step(), self._step)
-        batch, steps, optimizer, ranks = self._per_device_batch, self._accumulation_steps, self._optimizer, self._ranks
+        batch, steps = self._per_device_batch, self._accumulation_steps
         if batch is not None and self._step == _SETTLED:
-            self.alarms.say(compare_buffers(self._model, ranks, steps), self._step)
+            self.alarms.say(compare_buffers(self._model, self._ranks, steps), self._step)
         if batch is not None and self._step == 2:
-            given = {"per_device_batch": batch, "accumulation_steps": steps}
-            for alarm in check_batch_norm(self._model, **given, optimizer=optimizer, ranks=ranks):
+            how = {"optimizer": self._optimizer, "ranks": self._ranks}
+            for alarm in check_batch_norm(self._model, per_device_batch=batch, accumulation_steps=steps, **how):
                 self.alarms.say(alarm, self._step)
 
     def log(self, accuracy: float | None = None, epoch: float = math.nan) -> dict[str, float]:

@@ -19,6 +19,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,21 +34,13 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, is_sharded
 
 @dataclass(frozen=True)
 class NoiseScaleReading:
-    """Means over the last measured windows.
+    """Means over the last measured windows."""
 
-    Attributes:
-        windows: how many.
-        items: mean number of items of a window.
-        noise: S, trace of the covariance of one item's gradient, in the unit of the squared gradient.
-        signal: |G|^2, square of the true gradient; below zero where it is lost in the noise.
-        error: standard error of `scale`, relative; nan for fewer than two windows or no signal.
-    """
-
-    windows: int
-    items: float
-    noise: float
-    signal: float
-    error: float
+    windows: int  # how many
+    items: float  # mean number of items of a window
+    noise: float  # S, trace of the covariance of one item's gradient, in the unit of the squared gradient
+    signal: float  # |G|^2, square of the true gradient; below zero where it is lost in the noise
+    error: float  # standard error of `scale`, relative; nan for fewer than two windows or no signal
 
     @property
     def scale(self) -> float:
@@ -198,10 +191,8 @@ class NoiseScale(Gathered[NoiseScaleReading]):
 
 def _accumulator(parameter: nn.Parameter) -> Node:
     """What adds the gradients of all uses of a parameter to its ``.grad``; its hooks live as long as it is held."""
-    view = parameter.view_as(parameter).grad_fn
-    assert view is not None
-    found = view.next_functions[0][0]
-    assert found is not None
+    view: Any = parameter.view_as(parameter).grad_fn
+    found: Node = view.next_functions[0][0]
     return found
 
 

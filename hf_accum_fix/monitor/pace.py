@@ -31,18 +31,13 @@ _KEPT = 256
 
 @dataclass(frozen=True)
 class PaceReading:
-    """Times since the last reading.
+    """Times since the last reading."""
 
-    Attributes:
-        own: [s] that each rank took before the reduction: the mean without its longest fifth, so that no evaluation and
-            no checkpoint counts.
-        whole: [s] that a step took on the slowest rank, the median.
-        steps: fewest steps of a rank.
-    """
-
+    #: [s] that each rank took before the reduction: the mean without its longest fifth, so that no evaluation and no
+    #: checkpoint counts.
     own: tuple[float, ...]
-    whole: float
-    steps: int
+    whole: float  # [s] that a step took on the slowest rank, the median
+    steps: int  # fewest steps of a rank
 
     def lag(self, rank: int) -> float:
         """Time [s] by which a rank is ready later than the mean of the others; 0 on one rank."""

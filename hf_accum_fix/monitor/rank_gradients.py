@@ -33,13 +33,9 @@ _KEPT = 64
 
 @dataclass(frozen=True)
 class RankGradientsReading:
-    """The local gradient norms since the last reading.
+    """The local gradient norms since the last reading."""
 
-    Attributes:
-        norms: [ranks][steps], in the order of the steps.
-    """
-
-    norms: tuple[tuple[float, ...], ...]
+    norms: tuple[tuple[float, ...], ...]  # [ranks][steps], in the order of the steps
 
 
 class RankGradients(Gathered[RankGradientsReading]):

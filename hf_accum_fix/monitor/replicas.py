@@ -86,21 +86,16 @@ class Replicas:
             "those that hold copies (ranks=)",
         )
 
-    def _differing(self, prints: list[int]) -> tuple[list[int], list[int]]:
-        """Places in which ranks differ; for the first of them, the ranks that have not what most have."""
-        table = by_rank(self._ranks, torch.tensor(prints)).tolist()
-        places = [place for place, column in enumerate(zip(*table, strict=True)) if len(set(column)) > 1]
-        column = [row[places[0]] for row in table]
-        most = Counter(column).most_common(1)[0][0]
-        return places, [rank for rank, value in enumerate(column) if value != most]
-
     def _apart(self, names: list[str], prints: list[int]) -> Alarm:
         """The first tensor that differs, and the ranks on which it is not as on most."""
-        places, odd = self._differing(prints)
-        name, found = names[places[0]], ", ".join(map(str, odd))
+        columns = list(zip(*by_rank(self._ranks, torch.tensor(prints)).tolist(), strict=True))
+        places = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+        column = columns[places[0]]
+        most = Counter(column).most_common(1)[0][0]
+        found = ", ".join(str(rank) for rank, value in enumerate(column) if value != most)
         return Alarm(
             "replicas-differ",
-            f"{name} differs: rank {found}; {len(places)} of {len(names)} tensors differ in all"
+            f"{names[places[0]]} differs: rank {found}; {len(places)} of {len(names)} tensors differ in all"
             f"{OF_TWO if self._ranks.size == 2 else ''}; look for "
             "an update, a load or an initialisation under `if rank == 0`, a parameter that DDP does not reduce, or "
             "unreliable memory on that rank; broadcast the weights of a good rank, or go back to a checkpoint",

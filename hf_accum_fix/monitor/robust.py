@@ -63,17 +63,11 @@ def error_of_mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Slope:
-    """A slope and its interval.
+    """A slope and its interval."""
 
-    Attributes:
-        value: median of the slopes of all pairs [y per x].
-        low: lower end of the interval.
-        high: upper end.
-    """
-
-    value: float
-    low: float
-    high: float
+    value: float  # median of the slopes of all pairs [y per x]
+    low: float  # lower end of the interval
+    high: float  # upper end
 
 
 def theil_sen(x: Sequence[float], y: Sequence[float], confidence: float = 0.95) -> Slope:
@@ -87,18 +81,12 @@ def theil_sen(x: Sequence[float], y: Sequence[float], confidence: float = 0.95) 
         y: ordinates, as many.
         confidence: of the two-sided interval.
 
-    Raises:
-        ValueError: if there are not two different abscissae.
-
     Source: Theil 1950; Sen 1968, "Estimates of the regression coefficient based on Kendall's tau" (the interval; the
     variance with ties is Kendall's).
     """
     slopes = sorted((y[j] - y[i]) / (x[j] - x[i]) for i in range(len(x)) for j in range(i + 1, len(x)) if x[i] != x[j])
-    if not slopes:
-        raise ValueError(f"a slope needs two different abscissae; found {len(x)} values at {sorted(set(x))}")
-    variance = _kendall_variance(len(x)) - sum(
-        _kendall_variance(count) for values in (x, y) for count in Counter(values).values()
-    )
+    ties = [count for values in (x, y) for count in Counter(values).values()]
+    variance = _kendall_variance(len(x)) - sum(map(_kendall_variance, ties))
     reach = NormalDist().inv_cdf((1.0 + confidence) / 2.0) * math.sqrt(max(variance, 0.0))
     first = round((len(slopes) - reach) / 2.0) - 1
     last = round((len(slopes) + reach) / 2.0)

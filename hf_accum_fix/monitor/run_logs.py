@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_accum_fix.monitor.series import STEP_KEYS, Columns, LogsError, Run, number
+from hf_accum_fix.monitor.series import STEP_KEYS, LogsError, Run, number, run_of
 
 Row = Mapping[str, Any]
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN))"
@@ -139,33 +139,26 @@ def _of_folder(folder: Path, broken: list[LogsError]) -> list[Run]:
     kinds = [[state]] if state is not None else [sorted(filter(Path.is_file, folder.glob(kind))) for kind in _KINDS]
     seen: list[Run] = []
     for files in kinds:
-        runs = _all(_of_file, files, broken)
+        runs = list[Run]()
+        for file in files:
+            try:
+                runs.append(_of_file(file))
+            except LogsError as error:
+                broken.append(error)
         seen += runs
         if any("loss" in run.series for run in runs):
             return runs
     return seen
 
 
-def _all(read: Callable[[Path], Run], places: Sequence[Path], broken: list[LogsError]) -> list[Run]:
-    runs: list[Run] = []
-    for place in places:
-        try:
-            runs.append(read(place))
-        except LogsError as error:
-            broken.append(error)
-    return runs
-
-
 def _of_file(file: Path) -> Run:
-    columns = Columns()
+    # TensorBoard exports one number, which only the name of the file tells.
+    tag = re.search(r"-tag-(?:train_)?(.+?)(?:_train)?$", file.stem.lower())
+    name = str(file.parent if file.name == "trainer_state.json" else file)
     try:
         with file.open(encoding="utf-8-sig", errors="replace") as lines:
             rows = _LINES[file.suffix](lines) if file.suffix in _LINES else json.load(lines)["log_history"]
-            for row in rows:
-                columns.add(row if isinstance(row, dict) else {})
-        # TensorBoard exports one number, which only the name of the file tells.
-        tag = re.search(r"-tag-(?:train_)?(.+?)(?:_train)?$", file.stem.lower())
-        return columns.run(str(file.parent if file.name == "trainer_state.json" else file), tag[1] if tag else "loss")
+            return run_of(name, rows, tag[1] if tag else "loss")
     except (OSError, ValueError, TypeError, LookupError, RecursionError, csv.Error) as error:
         raise LogsError(
             f"{file} could not be read ({type(error).__name__}: {error}); expected a trainer_state.json with a "

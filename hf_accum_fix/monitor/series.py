@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,10 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """One logged number over a run.
+    """One logged number over a run."""
 
-    Attributes:
-        steps: optimizer steps, increasing.
-        values: as many.
-    """
-
-    steps: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()  # optimizer steps, increasing
+    values: tuple[float, ...] = ()  # as many
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -62,56 +57,45 @@ class Series:
 
 @dataclass(frozen=True)
 class Run:
-    """One run's logs.
+    """One run's logs."""
 
-    Attributes:
-        name: where they were found; printable.
-        series: by the name they were logged under (TensorBoard's ``train/`` taken off); printable.
-        left_out: the lines that could not be read, in words; empty: none.
+    name: str  # where they were found; printable
+    series: Mapping[str, Series]  # by the name they were logged under (TensorBoard's ``train/`` taken off); printable
+    left_out: str = ""  # the lines that could not be read, in words; empty: none
+
+
+def run_of(name: str, rows: Iterable[Any], value: str) -> Run:
+    """The numbers of a log's rows; of a run that went back to a checkpoint, what came last.
+
+    Args:
+        name: of the run.
+        rows: each by its keys; None where a cell is empty; no mapping, or without keys, where it could not be read.
+        value: the name of TensorBoard's ``Value``.
+
+    Raises:
+        ValueError: if most rows could not be read.
     """
-
-    name: str
-    series: Mapping[str, Series]
-    left_out: str = ""
-
-
-class Columns:
-    """The numbers of a log's rows, as they come; of a run that went back to a checkpoint, what came last."""
-
-    def __init__(self) -> None:
-        self._rows, self._bad = 0, 0
-        self._points: dict[str, dict[float, float]] = {}
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """A row, by its keys; None where a cell is empty; without any where it could not be read."""
-        self._rows += 1
-        step = number(next((row[key] for key in STEP_KEYS if key in row), self._rows))
+    count, bad, points = 0, 0, dict[str, dict[float, float]]()
+    for count, row in enumerate(rows, start=1):
+        step = number(next((row[key] for key in STEP_KEYS if key in row), count)) if isinstance(row, dict) else None
         if not row or step is None or not math.isfinite(step):
-            self._bad += 1
-            return
-        for key, value in row.items():
-            its = None if key in _IGNORED else number(value)
+            bad += 1
+            continue
+        for key, cell in row.items():
+            its = None if key in _IGNORED else number(cell)
             if its is not None:
-                name = printable(key.removeprefix("train/").replace("eval/", "eval_"))
-                self._points.setdefault(name, {})[step] = its
-
-    def run(self, name: str, value: str = "loss") -> Run:
-        """All so far; ``value``: the name of TensorBoard's ``Value``.
-
-        Raises:
-            ValueError: if most rows could not be read.
-        """
-        words = f"{self._bad} of {self._rows} lines"
-        if 2 * self._bad > self._rows:
-            raise ValueError(f"{words} could not be read")
-        series = {key: Series(*zip(*sorted(its.items()), strict=True)) for key, its in self._points.items()}
-        if "Wall time" in series and "Value" in series:
-            series.setdefault(printable(value), series.pop("Value"))
-        for wanted, others in _ALIASES.items():
-            found = next((key for key in (wanted, *others) if key in series), None)
-            if found is not None:
-                series[wanted] = series[found]
-        return Run(printable(name), series, words if self._bad else "")
+                points.setdefault(printable(key.removeprefix("train/").replace("eval/", "eval_")), {})[step] = its
+    words = f"{bad} of {count} lines"
+    if 2 * bad > count:
+        raise ValueError(f"{words} could not be read")
+    series = {key: Series(*zip(*sorted(its.items()), strict=True)) for key, its in points.items()}
+    if "Wall time" in series and "Value" in series:
+        series.setdefault(printable(value), series.pop("Value"))
+    for wanted, others in _ALIASES.items():
+        found = next((key for key in (wanted, *others) if key in series), None)
+        if found is not None:
+            series[wanted] = series[found]
+    return Run(printable(name), series, words if bad else "")
 
 
 def number(value: Any) -> float | None:

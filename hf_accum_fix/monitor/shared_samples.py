@@ -27,15 +27,10 @@ _NONE, _BITS = -1.0, 52
 
 @dataclass(frozen=True)
 class SharedSamplesReading:
-    """The smallest hashes of each rank's samples since the last reading, and of those before it.
+    """The smallest hashes of each rank's samples since the last reading, and of those before it."""
 
-    Attributes:
-        now: of each rank.
-        before: of each rank.
-    """
-
-    now: tuple[tuple[int, ...], ...]
-    before: tuple[tuple[int, ...], ...]
+    now: tuple[tuple[int, ...], ...]  # of each rank
+    before: tuple[tuple[int, ...], ...]  # of each rank
 
     def share(self, rank: int, other: int) -> float:
         """Share of a rank's samples since the last reading that another rank had then or in the reading before."""

@@ -20,21 +20,13 @@ _ENOUGH, _POINTS, _NORMS_A_READING = 8, 60, 20
 
 @dataclass(frozen=True)
 class Summary:
-    """One run.
+    """One run."""
 
-    Attributes:
-        run: its name.
-        loss: the logged losses that are some: finite, and no -1 or 0 that stands for none.
-        norm: median of the logged gradient norms; nan where none was logged.
-        findings: alarms and observations of the monitors in these logs.
-        rows: a name and a text each: all that is shown of it.
-    """
-
-    run: str
-    loss: Series
-    norm: float
-    findings: tuple[Alarm, ...]
-    rows: tuple[tuple[str, str], ...]
+    run: str  # its name
+    loss: Series  # the logged losses that are some: finite, and no -1 or 0 that stands for none
+    norm: float  # median of the logged gradient norms; nan where none was logged
+    findings: tuple[Alarm, ...]  # alarms and observations of the monitors in these logs
+    rows: tuple[tuple[str, str], ...]  # a name and a text each: all that is shown of it
 
 
 def summarise(run: Run) -> Summary:
@@ -144,17 +136,11 @@ def _alarms(run: Run) -> Iterator[Alarm]:
 
 @dataclass(frozen=True)
 class Findings:
-    """The report on some runs.
+    """The report on some runs."""
 
-    Attributes:
-        words: all of it.
-        findings: what is wrong with any of them.
-        undecided: what could not be read or compared.
-    """
-
-    words: str
-    findings: tuple[str, ...]
-    undecided: tuple[str, ...]
+    words: str  # all of it
+    findings: tuple[str, ...]  # what is wrong with any of them
+    undecided: tuple[str, ...]  # what could not be read or compared
 
     @property
     def exit_code(self) -> int:

@@ -28,21 +28,13 @@ ABSENT: Final = object()
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A place that holds one link of a chain: an attribute of a class, of a wrapt proxy or of a function.
+    """A place that holds one link of a chain: an attribute of a class, of a wrapt proxy or of a function."""
 
-    Attributes:
-        holder: the class, the proxy, or the functools.wraps function.
-        name: of the attribute; ``__wrapped__`` inside a wrapper.
-        held: the identical object in effect there, from a namespace, so that static and class methods survive.
-        inherited: whether a class has it from a base.
-        cell: the closure cell through which a function calls what it wraps.
-    """
-
-    holder: Any
-    name: str
-    held: Any
-    inherited: bool = False
-    cell: CellType | None = None
+    holder: Any  # the class, the proxy, or the functools.wraps function
+    name: str  # of the attribute; ``__wrapped__`` inside a wrapper
+    held: Any  # the identical object in effect there, from a namespace, so that static and class methods survive
+    inherited: bool = False  # whether a class has it from a base
+    cell: CellType | None = None  # the closure cell through which a function calls what it wraps
 
     def put(self, value: Any) -> None:
         """Hold value instead; ABSENT deletes the attribute of a class, so that the method is inherited again."""
@@ -95,13 +87,6 @@ def _beneath(link: Any) -> Place | None:
     if isinstance(link, PROXY):
         return Place(link, "__wrapped__", wrapped)
     cells = (link.__closure__ or ()) if isinstance(link, FunctionType) else ()
-    cell = next((each for each in cells if _contents(each) is wrapped), None)
+    # An empty cell raises ValueError.
+    cell = next((each for each in cells if each != CellType() and each.cell_contents is wrapped), None)
     return None if cell is None else Place(link, "__wrapped__", wrapped, cell=cell)
-
-
-def _contents(cell: CellType) -> Any:
-    """The content of a closure cell; None for an empty one, for which Python raises ValueError."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None

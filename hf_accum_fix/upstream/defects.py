@@ -9,7 +9,6 @@ gradient of the optimizer step, "log" the logged loss; without an entry it has t
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,12 +16,10 @@ from typing import Any, Final, Literal
 
 from packaging.version import Version
 
-from hf_accum_fix.upstream.seams import SEAMS, is_between
+from hf_accum_fix.upstream.seams import is_between
 
 OLDEST_READ: Final = "4.38.2"
 """The oldest release whose source was read: a defect since this release may be older."""
-
-_KEBAB_CASE: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Factor(str, Enum):
@@ -48,54 +45,24 @@ class Factor(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Defect:
-    """One defect of a range of releases.
+    """One defect of a range of releases."""
 
-    Attributes:
-        name: kebab-case, stable: what users search for.
-        summary: the effect, in one line.
-        who: the affected runs, in one clause.
-        wrong: the result, as an equation or in words.
-        right: the correct result.
-        since: first release with it, from `OLDEST_READ` on.
-        until: first release without it; None while the newest one has it.
-        seam: the Trainer method at which it is fixed.
-        source: its report, else the line in a release.
-        remove_when: when the row can be deleted; with ``until``: once no older release is supported.
-        evidence: "run": measured at both ends of its range; "newest": in the newest release, and ``since`` was found in
-            the source; "read": found in the source.
-        factors: wrong gradient over right gradient, one of several; empty: no single factor.
-        where: the affected runs or windows, in words; empty: all.
-        not_fixed: what to do instead, if this package does not fix it; empty: it does.
-    """
-
-    name: str
-    summary: str
-    who: str
-    wrong: str
-    right: str = "grad sum_m S_m / N"
-    since: str
-    until: str | None = None
-    seam: str
-    source: tuple[str, ...]
-    remove_when: str = ""
+    name: str  # kebab-case, stable: what users search for
+    summary: str  # the effect, in one line
+    who: str  # the affected runs, in one clause
+    wrong: str  # the result, as an equation or in words
+    right: str = "grad sum_m S_m / N"  # the correct result
+    since: str  # first release with it, from `OLDEST_READ` on
+    until: str | None = None  # first release without it; None while the newest one has it
+    seam: str  # the Trainer method at which it is fixed
+    source: tuple[str, ...]  # its report, else the line in a release
+    remove_when: str = ""  # when the row can be deleted; with ``until``: once no older release is supported
+    #: "run": measured at both ends of its range; "newest": in the newest release, with ``since`` from the source;
+    #: "read": found in the source.
     evidence: Literal["run", "newest", "read"] = "run"
-    factors: tuple[Factor, ...] = ()
-    where: str = ""
-    not_fixed: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse a malformed row; it is our own mistake, so raise a ValueError."""
-        if not _KEBAB_CASE.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is not kebab-case")
-        if self.until is not None and Version(self.since) >= Version(self.until):
-            raise ValueError(f"{self.name}: since {self.since} is not before until {self.until}")
-        empty = [field for field in ("summary", "who", "wrong", "right", "goes_when") if not getattr(self, field)]
-        if empty:
-            raise ValueError(f"{self.name}: {', '.join(empty)} is empty")
-        if not self.source or not all(link.startswith("https://") for link in self.source):
-            raise ValueError(f"{self.name}: needs https links, has {self.source!r}")
-        if self.seam not in {seam.name for seam in SEAMS}:
-            raise ValueError(f"{self.name}: {self.seam!r} is not a seam")
+    factors: tuple[Factor, ...] = ()  # wrong gradient over right gradient, one of several; empty: no single factor
+    where: str = ""  # the affected runs or windows, in words; empty: all
+    not_fixed: str = ""  # what to do instead, if this package does not fix it; empty: it does
 
     @property
     def gradient(self) -> str:

@@ -16,29 +16,17 @@ from hf_accum_fix.upstream.seams import is_between
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDefect:
-    """One defect of a range of releases of an engine.
+    """One defect of a range of releases of an engine."""
 
-    Attributes:
-        name: kebab-case, stable: what users search for.
-        package: the distribution that has it.
-        summary: the effect, in one line.
-        who: the affected runs: what is configured.
-        wrong: the result, as an equation or in words.
-        since: the first release with it.
-        until: the first release without it.
-        source: where it was reported and repaired.
-        fixed: what this package does about it.
-    """
-
-    name: str
-    package: str
-    summary: str
-    who: str
-    wrong: str
-    since: str
-    until: str
-    source: tuple[str, ...]
-    fixed: str
+    name: str  # kebab-case, stable: what users search for
+    package: str  # the distribution that has it
+    summary: str  # the effect, in one line
+    who: str  # the affected runs: what is configured
+    wrong: str  # the result, as an equation or in words
+    since: str  # the first release with it
+    until: str  # the first release without it
+    source: tuple[str, ...]  # where it was reported and repaired
+    fixed: str  # what this package does about it
 
     @property
     def range(self) -> str:

@@ -6,14 +6,14 @@ import inspect
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
@@ -22,7 +22,6 @@ from hf_accum_fix.upstream.code import still_in
 from hf_accum_fix.upstream.patchers import Patcher, known_patcher
 from hf_accum_fix.upstream.presence import missing_from_classes
 from hf_accum_fix.upstream.seams import (
-    SEAMS,
     TESTED_BODIES,
     TESTED_RELEASES,
     TRAINER_CLASS,
@@ -37,55 +36,31 @@ _PACKAGE: Final = TRAINER_MODULE.partition(".")[0]
 
 @dataclass(frozen=True)
 class SeamState:
-    """The state of one seam.
-
-    Attributes:
-        seam: the seam.
-        parameters: names of the method's parameters after self; None if there is no such method.
-        fits: whether they start with the seam's, or with some of them followed by *args and **kwargs.
-        tested_body: whether our tests have run this body.
-        ours: whether a wrapper of this package is on it.
-        foreign: "module.qualname" of another package's innermost patch; None without one.
-        composable: whether the method still calls the original, through any wrappers.
-        patcher: the known package that replaced the original; None without one.
-    """
+    """The state of one seam."""
 
     seam: Seam
-    parameters: tuple[str, ...] | None
-    fits: bool
-    tested_body: bool
-    ours: bool
-    foreign: str | None
-    composable: bool
-    patcher: Patcher | None = None
+    parameters: tuple[str, ...] | None  # names of the method's parameters after self; None if there is no such method
+    fits: bool  # whether they start with the seam's, or with some of them followed by *args and **kwargs
+    tested_body: bool  # whether our tests have run this body
+    ours: bool  # whether a wrapper of this package is on it
+    foreign: str | None  # "module.qualname" of another package's innermost patch; None without one
+    composable: bool  # whether the method still calls the original, through any wrappers
+    patcher: Patcher | None = None  # the known package that replaced the original; None without one
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed.
+    """What is installed."""
 
-    Attributes:
-        transformers: version in its code, because the code runs; None if not installed.
-        accelerate: version by its metadata; None if not installed.
-        torch: version by its metadata; None if not installed.
-        python: version.
-        trainer_imported: whether transformers.trainer is imported.
-        seams: state of every seam; empty before that import.
-        stale_metadata: version in transformers' metadata if its code has another one; None: they agree.
-        trainer_exists: whether the module transformers.trainer exists.
-        missing: rows of `seams.ATTRIBUTES` that its classes lack; empty before that import.
-        read: known defects whose lines are in the code of a release newer than all tested; None: another release.
-    """
-
-    transformers: str | None
-    accelerate: str | None
-    torch: str | None
-    python: str
-    trainer_imported: bool = False
-    seams: tuple[SeamState, ...] = ()
-    stale_metadata: str | None = None
-    trainer_exists: bool = True
-    missing: tuple[Attribute, ...] = ()
+    transformers: str | None  # version in its code, because the code runs; None if not installed
+    accelerate: str | None  # version by its metadata; None if not installed
+    torch: str | None  # version by its metadata; None if not installed
+    python: str  # version
+    trainer_imported: bool = False  # whether transformers.trainer is imported
+    seams: tuple[SeamState, ...] = ()  # state of every seam; empty before that import
+    stale_metadata: str | None = None  # version in transformers' metadata if its code has another one; None: they agree
+    missing: tuple[Attribute, ...] = ()  # rows of `seams.ATTRIBUTES` that its classes lack; empty before that import
+    #: Known defects whose lines are in the code of a release newer than all tested; None: another release.
     read: frozenset[str] | None = None
 
 
@@ -94,7 +69,7 @@ def detect() -> Environment:
     trainer = imported_trainer()
     named, package = _version(_PACKAGE), _package()
     stated = _stated_version(package)
-    stale = None not in (named, stated) and _public(stated) != _public(named)
+    stale = len({getattr(parsed(each), "public", each) for each in (named, stated) if each is not None}) > 1
     # Sources on PYTHONPATH have no metadata.
     transformers = stated if stale or named is None else named
     return Environment(
@@ -105,7 +80,6 @@ def detect() -> Environment:
         trainer_imported=trainer is not None,
         seams=() if trainer is None else tuple(_state(trainer, seam) for seam in seams_of(parsed(transformers))),
         stale_metadata=named if stale else None,
-        trainer_exists=_exists(TRAINER_MODULE, package),
         missing=() if trainer is None else missing_from_classes(),
         read=still_in(package.submodule_search_locations or ()) if package and is_newer(transformers) else None,
     )
@@ -182,26 +156,16 @@ def is_pristine(function: Any, name: str) -> bool:
     )
 
 
-def fingerprint(body: FunctionType | CodeType) -> str | None:
-    """First 16 hex digits of the sha256 of a function's source without white space; None without source."""
+def fingerprint(body: FunctionType) -> str | None:
+    """First 16 hex digits of the sha256 of a function's source without white space; None without source.
+
+    `TESTED_BODIES` has those of each tested release's methods.
+    """
     try:
         source = inspect.getsource(body)
     except OSError:
         return None
     return sha256("".join(source.split()).encode()).hexdigest()[:16]
-
-
-def fingerprints(trainer_file: Path) -> dict[str, str | None]:
-    """The fingerprints of a release's trainer.py, without importing it; for TESTED_BODIES."""
-    module = compile(trainer_file.read_text(encoding="utf-8"), str(trainer_file), "exec")
-    [trainer] = [code for code in _nested(module) if code.co_name == TRAINER_CLASS]
-    bodies = {code.co_name: code for code in _nested(trainer)}
-    names = dict.fromkeys(seam.name for seam in SEAMS)
-    return {name: fingerprint(bodies[name]) for name in names if name in bodies}
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _state(trainer: type, seam: Seam) -> SeamState:
@@ -252,17 +216,6 @@ def _package() -> ModuleSpec | None:
         return None
 
 
-def _exists(module: str, package: ModuleSpec | None) -> bool:
-    """Whether a package of files has a module, without importing the package for that; True if it is no such package.
-
-    A missing package is detected by its version.
-    """
-    if module in sys.modules or package is None or not isinstance(package.loader, SourceFileLoader):
-        return True
-    # An imported transformers 5 has Path objects there, below which nothing is found.
-    return PathFinder.find_spec(module, [*map(str, package.submodule_search_locations or ())]) is not None
-
-
 def _stated_version(package: ModuleSpec | None) -> str | None:
     """The ``__version__`` of a package, read from its source unless imported; None without one."""
     imported = getattr(sys.modules.get(_PACKAGE), "__version__", None)
@@ -274,12 +227,6 @@ def _stated_version(package: ModuleSpec | None) -> str | None:
         return None
     found = re.search(r"""^__version__ = ["'](.+)["']""", source, re.MULTILINE)
     return None if found is None else found[1]
-
-
-def _public(version: str | None) -> str | None:
-    """A version without its local part; unchanged if it cannot be parsed."""
-    release = parsed(version)
-    return version if release is None else release.public
 
 
 def _version(distribution: str) -> str | None:

@@ -87,23 +87,16 @@ def is_ours(link: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Installed:
-    """One installed wrapper.
+    """One installed wrapper."""
 
-    Attributes:
-        patch: the requested patch.
-        method: our wrapper.
-        outermost: the class attribute after installing: ours, or the foreign wrapper around it.
-        inherited: whether the class had no such attribute of its own.
-    """
-
-    patch: Patch
-    method: _Method
-    outermost: Any
-    inherited: bool
+    patch: Patch  # the requested patch
+    method: _Method  # our wrapper
+    outermost: Any  # the class attribute after installing: ours, or the foreign wrapper around it
+    inherited: bool  # whether the class had no such attribute of its own
 
     def place(self) -> Place | None:
         """The place that holds our wrapper now; None if the method no longer calls it."""
-        for place in self._chain():
+        for place in self.chain():
             link = place.held
             # Reading Trainer.method gives a bound wrapper, whose parent is ours.
             if link is self.method or (is_ours(link) and link._self_parent is self.method):
@@ -112,19 +105,15 @@ class _Installed:
 
     def end(self) -> Any:
         """The end of the method's chain now: the original, or a replacement."""
-        *_, place = self._chain()
+        *_, place = self.chain()
         return place.held
 
     def undoable(self) -> bool:
         """Whether no other patch was put around ours, or in its place, since."""
         if self.place() is None:  # If another package restored what we wrapped, nothing is left to undo.
-            return any(place.held is self.method.__wrapped__ for place in self._chain())
-        now = next(self._chain()).held
+            return any(place.held is self.method.__wrapped__ for place in self.chain())
+        now = next(self.chain()).held
         return now is self.outermost or now is self.method
-
-    def holder(self) -> str:
-        """The method and its present author, for an error."""
-        return f"{_name(self.patch)} (now of {author(next(self._chain()).held)})"
 
     def unlink(self) -> None:
         """Take our wrapper out of the chain: its place then holds the identical object that it wrapped."""
@@ -133,7 +122,8 @@ class _Installed:
             gone = self.inherited and place.holder is self.patch.owner
             place.put(ABSENT if gone else self.method.__wrapped__)
 
-    def _chain(self) -> Iterator[Place]:
+    def chain(self) -> Iterator[Place]:
+        """The places that hold the method now."""
         return follow(self.patch.owner, self.patch.name)
 
 
@@ -153,24 +143,17 @@ class Installation:
         """The replacement of each method that no longer calls our wrapper, by method name."""
         return {one.patch.name: one.end() for one in self._installed if one.place() is None}
 
-    def restore(self) -> None:
-        """Restore the identical original objects, last first; a second call has no effect.
-
-        Raises:
-            ForeignPatchError: if another package patched a method since; then nothing is changed.
-        """
-        restore([self])
-
 
 def restore(installations: Sequence[Installation]) -> None:
-    """Restore all of them, or none.
+    """Restore the identical original objects of all of them, last first, or of none; a second call has no effect.
 
     Raises:
         ForeignPatchError: if another package patched a method since; then nothing is changed.
     """
     wrappers = [one for installation in installations for one in installation._installed]
-    covered = [one.holder() for one in wrappers if not one.undoable()]
-    if covered:
+    left = [one for one in wrappers if not one.undoable()]
+    if left:
+        covered = [f"{_name(one.patch)} (now of {author(next(one.chain()).held)})" for one in left]
         raise ForeignPatchError(
             f"got a later patch of {', '.join(covered)}; expected the methods as apply() left them; undo that later "
             "patch first, then call revert() (nothing was changed)"

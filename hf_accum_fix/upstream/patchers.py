@@ -8,19 +8,12 @@ from typing import Any, Final
 
 @dataclass(frozen=True)
 class Patcher:
-    """One such package.
+    """One such package."""
 
-    Attributes:
-        name: of the package, part of its replacements' "module.qualname".
-        files: parts of its replacements' source files.
-        left: attributes that it adds to the class.
-        advice: what to do instead of combining its patch with ours.
-    """
-
-    name: str
-    files: tuple[str, ...]
-    left: tuple[str, ...]
-    advice: str
+    name: str  # of the package, part of its replacements' "module.qualname"
+    files: tuple[str, ...]  # parts of its replacements' source files
+    left: tuple[str, ...]  # attributes that it adds to the class
+    advice: str  # what to do instead of combining its patch with ours
 
 
 PATCHERS: Final = (

@@ -17,7 +17,6 @@ from hf_accum_fix.upstream.seams import (
     TESTED_RANGES,
     TESTED_RELEASES,
     TRAINER_CLASS,
-    TRAINER_MODULE,
 )
 
 _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
@@ -44,17 +43,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """What apply() will do.
+    """What apply() will do."""
 
-    Attributes:
-        decisions: one per defect, in the order of the table.
-        refusal: the error that apply() raises; None if it can patch.
-        untested: why this release or method body counts as untested; None if tested.
-    """
-
-    decisions: tuple[Decision, ...]
-    refusal: AccumFixError | None
-    untested: str | None
+    decisions: tuple[Decision, ...]  # one per defect, in the order of the table
+    refusal: AccumFixError | None  # the error that apply() raises; None if it can patch
+    untested: str | None  # why this release or method body counts as untested; None if tested
 
     @property
     def fixed(self) -> tuple[Defect, ...]:
@@ -72,20 +65,11 @@ def make_plan(environment: Environment, options: Options) -> Plan:
 
 def _refusal(environment: Environment, release: Version | None, options: Options) -> AccumFixError | None:
     """The error if nothing can be patched; None if it can."""
-    if release is None:
+    if release is None or Version(release.base_version) < Version(FIRST_RELEASE):
         name = environment.transformers
-        found = "no transformers" if name is None else f"transformers {name!r}"
+        found = "no transformers" if name is None else f"transformers {name}"
         return UnsupportedVersionError(
             f"got {found}; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
-        )
-    if Version(release.base_version) < Version(FIRST_RELEASE):
-        return UnsupportedVersionError(
-            f"got transformers {release}; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
-        )
-    if not environment.trainer_exists:
-        return SeamError(
-            f"got transformers {release} without a module {TRAINER_MODULE}; expected the class {TRAINER_CLASS} in it; "
-            f"{_what_to_do()}"
         )
     for state in environment.seams:
         method = f"{TRAINER_CLASS}.{state.seam.name}"
@@ -93,7 +77,8 @@ def _refusal(environment: Environment, release: Version | None, options: Options
             advice = "" if state.patcher is None else state.patcher.advice
             return ForeignPatchError.replaced(method, state.foreign, advice)
         if not state.fits:
-            return SeamError(f"got transformers {release} {_misfit(method, state)}; {_what_to_do()}")
+            do = f"use a release our tests have run ({_TESTED}) or a newer hf-accum-fix"
+            return SeamError(f"got transformers {release} {_misfit(method, state)}; {do}")
     return absent(environment.missing)
 
 
@@ -104,15 +89,13 @@ def _misfit(method: str, state: SeamState) -> str:
     return f"with {method}({', '.join(('self', *state.parameters))}); expected ({expected}, ...)"
 
 
-def _what_to_do() -> str:
-    return f"use a release our tests have run ({_TESTED}) or a newer hf-accum-fix"
-
-
 def _decide(
     defect: Defect, release: Version | None, refusal: AccumFixError | None, read: frozenset[str] | None
 ) -> Decision:
     here = release is None or defect.is_in(release)
-    if release is not None and not here and _is_known(release):
+    # The version of a dev or rc build does not identify its code.
+    known = release is not None and not release.is_prerelease and Version(release.base_version) >= Version(OLDEST_READ)
+    if release is not None and not here and known:
         ended = defect.until is not None and Version(release.base_version) >= Version(defect.until)
         reason = f"gone since {defect.until}" if ended else f"first appears in {defect.since}"
         return Decision(defect, Action.NOT_AFFECTED, reason)
@@ -126,11 +109,6 @@ def _decide(
     if defect.not_fixed:
         return Decision(defect, Action.NOT_FIXED, defect.not_fixed)
     return Decision(defect, Action.FIX, f"at {TRAINER_CLASS}.{defect.seam}")
-
-
-def _is_known(release: Version) -> bool:
-    """Whether a version identifies its code; a dev or rc build does not."""
-    return not release.is_prerelease and Version(release.base_version) >= Version(OLDEST_READ)
 
 
 def _untested(environment: Environment, release: Version | None) -> str | None:

@@ -27,23 +27,19 @@ from hf_accum_fix.upstream.seams import (
 
 
 def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
-    """The rows of the installed release, of a target and seen there, that a class, module or object lacks."""
-    return tuple(row for row in _rows(target, *seen) if not hasattr(holder, row.name))
+    """The rows of the installed release, of a target and seen there, that a class, module or object lacks.
+
+    Empty if the release is unknown.
+    """
+    release = _release(target.partition(".")[0])
+    rows = (row for row in ATTRIBUTES if row.target == target and row.seen in seen)
+    return () if release is None else tuple(row for row in rows if row.is_in(release) and not hasattr(holder, row.name))
 
 
 def missing_from_classes() -> tuple[Attribute, ...]:
     """The missing rows of every class and module, as imported now."""
     targets = dict.fromkeys(row.target for row in ATTRIBUTES)
-    return tuple(row for target in targets if _rows(target) for row in missing(target, _found(target), "class"))
-
-
-def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
-    """The rows of a target in the imported release; empty if the release is unknown."""
-    release = _release(target.partition(".")[0])
-    if release is None:
-        return ()
-    rows = (row for row in ATTRIBUTES if row.target == target and row.is_in(release))
-    return tuple(row for row in rows if not seen or row.seen in seen)
+    return tuple(row for target in targets for row in missing(target, _found(target), "class"))
 
 
 def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:

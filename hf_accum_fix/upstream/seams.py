@@ -23,19 +23,12 @@ _COUNTS: Final = "4.46.0"
 
 @dataclass(frozen=True)
 class Seam:
-    """One method of the Trainer that we wrap.
+    """One method of the Trainer that we wrap."""
 
-    Attributes:
-        name: the method's name.
-        parameters: the parameters it must start with, after self.
-        since: the first release with these parameters.
-        until: the first later release with others; None: there is none.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    since: str = FIRST_RELEASE
-    until: str | None = None
+    name: str  # the method's name
+    parameters: tuple[str, ...]  # the parameters it must start with, after self
+    since: str = FIRST_RELEASE  # the first release with these parameters
+    until: str | None = None  # the first later release with others; None: there is none
 
     def is_in(self, release: Version | None) -> bool:
         """Whether a release has it, by its base version; None: the newest."""
@@ -79,25 +72,15 @@ Seen: TypeAlias = Literal["class", "object", "loop", "DeepSpeed"]
 
 @dataclass(frozen=True)
 class Attribute:
-    """One upstream name that we call, read, override or replace without wrapping it.
+    """One upstream name that we call, read, override or replace without wrapping it."""
 
-    Attributes:
-        target: "module:class" that has it, or the module.
-        name: of the attribute; in `_ROWS` several names.
-        used_for: its use, verb first.
-        off: the feature that is off without it, with one warning; empty: apply() or train() refuses.
-        seen: where to look for it.
-        since: the first release (of transformers or accelerate) that has it; empty: all supported ones.
-        until: the first release without it; None: there is none.
-    """
-
-    target: str
-    name: str
-    used_for: str
-    off: str = ""
-    seen: Seen = "class"
-    since: str = ""
-    until: str | None = None
+    target: str  # "module:class" that has it, or the module
+    name: str  # of the attribute; in `_ROWS` several names
+    used_for: str  # its use, verb first
+    off: str = ""  # the feature that is off without it, with one warning; empty: apply() or train() refuses
+    seen: Seen = "class"  # where to look for it
+    since: str = ""  # the first release (of transformers or accelerate) that has it; empty: all supported ones
+    until: str | None = None  # the first release without it; None: there is none
 
     def is_in(self, release: Version) -> bool:
         """Whether a release of its package must have it."""
@@ -139,9 +122,7 @@ _ROWS: Final = (
     Attribute(TRAINER, "get_cp_size get_sp_size", "see which ranks share samples", since="5.0.0"),
     Attribute(TRAINER, CUTS, "cut samples as they are counted", off="context parallelism", since="4.56.0"),
     Attribute(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
-    Attribute(
-        TRAINER, "_train_batch_size", "see what a loss divides by", off="recognising the batch size", seen="object"
-    ),
+    Attribute(TRAINER, "_train_batch_size", "read a loss", off="recognising the batch size", seen="object"),
     Attribute(TRAINER, "get_train_dataloader", "give the loop whole windows"),
     Attribute(TRAINER, "log", "log nothing while the loss is observed, and exact windows with the loss"),
     Attribute(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
@@ -154,13 +135,7 @@ _ROWS: Final = (
     Attribute(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
     Attribute(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
     Attribute(ARGUMENTS, "length_column_name", "read lengths", off="reading length_column_name"),
-    Attribute(
-        ARGUMENTS,
-        "train_sampling_strategy",
-        "balance windows",
-        off="respecting train_sampling_strategy='batch_rebalance'",
-        since="5.2.0",
-    ),
+    Attribute(ARGUMENTS, "train_sampling_strategy", "balance windows", off="seeing batch_rebalance", since="5.2.0"),
     Attribute(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "split samples", off=VERIFY),
     Attribute(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
     Attribute(ARGUMENTS, "max_steps num_train_epochs", "train a copy for some steps", off=VERIFY),
@@ -205,9 +180,6 @@ ATTRIBUTES: Final = tuple(replace(row, name=name) for row in _ROWS for name in r
 
 _DATA: Final = json.loads(Path(__file__).with_name("releases.json").read_text(encoding="utf-8"))
 
-PUBLISHED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["published"])
-"""Every release from the oldest read to the newest tested, yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) too."""
-
 TESTED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["tested"])
 """The first and last patch of every minor, yanked ones too, and releases between which something changed."""
 
@@ -226,4 +198,4 @@ SHOWS_SHAPES: Final = "2.5"
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {name: frozenset(bodies) for name, bodies in _DATA["bodies"].items()}
 )
-"""environment.fingerprints() of each tested release's trainer.py, equal bodies once; by recipes/add_release.py."""
+"""environment.fingerprint() of each tested release's trainer.py, equal bodies once; by recipes/add_release.py."""

@@ -22,7 +22,7 @@ from hf_accum_fix.verification.dry_run import DryRun, dry_run
 from hf_accum_fix.verification.explanation import NEAR, explain, rounding
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, relative, take
 from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, SceneSplit, out_of_memory
-from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell
+from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell, off_by
 from hf_accum_fix.verification.restore import in_mode
 
 #: Smallest tolerance of a logged loss, which is rounded to few digits.
@@ -96,13 +96,13 @@ def _judged(blank: SplitResult, split: SceneSplit, reference: Reference, run: Dr
     scale = along / right**2 if right else 1.0
     if error <= tolerance and (tolerance < least / 2 or abs(scale - 1) < least / 2):
         if router is None and (rounded := _rounded_off(split, run.gradient)) is not None:
-            return replace(result, verdict=_off(rounded, rounding(split)))
+            return replace(result, verdict=off_by(rounded, rounding(split)))
         return replace(result, verdict=_exact(run, router, result.loss_ratio, tolerance))
     if lost:
         words = f"{run.steps_run} of {count} micro-batches were trained on"
-        return replace(result, verdict=_off(error, words), defects=(_LOST,))
+        return replace(result, verdict=off_by(error, words), defects=(_LOST,))
     why = explain(split, reference, run.gradient, router, result.loss_ratio or math.nan)
-    return replace(result, verdict=_off(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
+    return replace(result, verdict=off_by(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
 
 
 def _hidden_factor(reference: Reference, least: float) -> float | None:
@@ -121,10 +121,6 @@ def _exact(run: DryRun, router: Gradient | None, logged: float | None, tolerance
     if logged is not None and abs(logged - 1) > max(NEAR * tolerance, _LOGGED):
         words += f"; but the logged loss is {logged:.4g} times the full batch's"
     return Verdict(Kind.EXACT, words)
-
-
-def _off(error: float, words: str) -> Verdict:
-    return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}")
 
 
 def _rounded_off(split: SceneSplit, gradient: Gradient) -> float | None:

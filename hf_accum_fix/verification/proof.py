@@ -25,7 +25,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.copies import AtTheStep, StepReached, engine_of, gradients_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, fingerprint, hash_of, projections_of
 from hf_accum_fix.verification.reference import MIXED, Reference, Scene
-from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell
+from hf_accum_fix.verification.report import Kind, Verdict, could_not_tell, off_by
 from hf_accum_fix.verification.restore import unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, leaves
 
@@ -45,31 +45,20 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class Proof:
-    """What one layout makes of a global batch, the same on every rank; saved, that of the full batch.
+    """What one layout makes of a global batch, the same on every rank; saved, that of the full batch."""
 
-    Attributes:
-        model: class of the model.
-        layout: engine, ranks, samples x accumulation steps, in words; of a saved one, how the full batch was computed.
-        ranks, steps: W and G.
-        eps: machine epsilon of the coarsest dtype that it computes in.
-        releases: by package.
-        samples: a hash of each, sorted.
-        parameters: shape, dtype and hash of the initial values, by name.
-        gradient: of the trained parameters, before clipping.
-        items, tolerance: as in the report.
-    """
-
-    model: str
+    model: str  # class of the model
+    #: Engine, ranks, samples x accumulation steps, in words; of a saved one, how the full batch was computed.
     layout: str
-    ranks: int
-    steps: int
-    eps: float
-    releases: Mapping[str, str]
-    samples: Sequence[int]
-    parameters: Mapping[str, tuple[list[int], str, int]]
-    gradient: Mapping[str, Tensor]
-    items: float | None = None
-    tolerance: float = 0.0
+    ranks: int  # W
+    steps: int  # G
+    eps: float  # machine epsilon of the coarsest dtype that it computes in
+    releases: Mapping[str, str]  # by package
+    samples: Sequence[int]  # a hash of each, sorted
+    parameters: Mapping[str, tuple[list[int], str, int]]  # shape, dtype and hash of the initial values, by name
+    gradient: Mapping[str, Tensor]  # of the trained parameters, before clipping
+    items: float | None = None  # as in the report
+    tolerance: float = 0.0  # as in the report
 
     def save(self, path: Path) -> None:
         """Write it as JSON: about 1.3 KB a parameter, whatever its size."""
@@ -98,21 +87,13 @@ class Proof:
 
 
 class Against(NamedTuple):
-    """A layout held against a proof; true if its gradient is the proof's.
+    """A layout held against a proof; true if its gradient is the proof's."""
 
-    Attributes:
-        verdict: the answer, in words.
-        error: relative error of the gradient; None: nothing could be compared.
-        limit: largest one that counts as the same.
-        here: what was run.
-        proof: what it was held against.
-    """
-
-    verdict: Verdict
-    error: float | None
-    limit: float
-    here: Proof
-    proof: Proof
+    verdict: Verdict  # the answer, in words
+    error: float | None  # relative error of the gradient; None: nothing could be compared
+    limit: float  # largest one that counts as the same
+    here: Proof  # what was run
+    proof: Proof  # what it was held against
 
     def __bool__(self) -> bool:
         return bool(self.verdict)
@@ -250,7 +231,7 @@ def judge(proof: Proof, here: Proof) -> Against:
         lost = ", as where micro-batches are lost" if factor < _LOST else ""
         most = _listed([names[at] for at in worst])
         words = f"another direction, along the proof's {factor:.4g} times{lost}; most in {most}"
-    return Against(Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}"), error, limit, here, proof)
+    return Against(off_by(error, words), error, limit, here, proof)
 
 
 def _incomparable(proof: Proof, here: Proof) -> str:

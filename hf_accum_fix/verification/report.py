@@ -34,15 +34,10 @@ _MAKES: Final = {0: "makes it exact", 1: "leaves it off", 3: "could not be run"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """An answer in words; true if exact.
+    """An answer in words; true if exact."""
 
-    Attributes:
-        kind: one of the three answers.
-        words: "exact ...", "off, relative error ...: why" or "could not tell: reason".
-    """
-
-    kind: Kind
-    words: str
+    kind: Kind  # one of the three answers
+    words: str  # "exact ...", "off, relative error ...: why" or "could not tell: reason"
 
     def __str__(self) -> str:
         return self.words
@@ -58,6 +53,11 @@ class Verdict:
 def could_not_tell(reason: str) -> Verdict:
     """A verdict without an answer, and why."""
     return Verdict(Kind.COULD_NOT_TELL, f"could not tell: {reason}")
+
+
+def off_by(error: float, why: str) -> Verdict:
+    """A verdict of another gradient: its relative error, and the cause."""
+    return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {why}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import os
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -40,21 +39,20 @@ class WholeState(PythonState):
 
 
 @contextmanager
-def restored(trainer: TrainerLike) -> Iterator[WholeState]:
-    """Restore, also after an error, all state reachable from a trainer, and the random states."""
+def unseen(trainer: TrainerLike) -> Iterator[None]:
+    """Run trainings that leave no trace: not logged, in no `report()`; gradients are cleared first.
+
+    Restored are, also after an error, all state reachable from the trainer, and the random states.
+    """
     with (
+        overridden(observations, "_RUNS", []),
+        ExitStack() as stack,
+        unconfirmed(),
         random_states(),
         eagerly(),
         WholeState(trainer.model, trainer, follow_modules=True) as state,
         KeepsStorages(state),
     ):
-        yield state
-
-
-@contextmanager
-def unseen(trainer: TrainerLike) -> Iterator[None]:
-    """Run trainings that leave no trace: `restored`, not logged, in no `report()`; gradients are cleared first."""
-    with overridden(observations, "_RUNS", []), ExitStack() as stack, unconfirmed(), restored(trainer):
         for logger in map(logging.getLogger, _LOGGERS):
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(max(logger.getEffectiveLevel(), logging.ERROR))
@@ -64,7 +62,7 @@ def unseen(trainer: TrainerLike) -> Iterator[None]:
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Set every dropout rate of a module and its configuration to zero, layerdrop included; `restored` undoes it.
+    """Set every dropout rate of a module and its configuration to zero, layerdrop included; `unseen` undoes it.
 
     Returns:
         Whether a rate was above zero.
@@ -103,9 +101,10 @@ def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]
         with nullcontext() if already else apply(**vars(options), quiet=True):
             yield
         return
-    with ExitStack() as stack:
-        before = os.environ.get(SWITCH)
-        put_back = partial(os.environ.pop, SWITCH) if before is None else partial(os.environ.update, {SWITCH: before})
-        stack.callback(put_back)
-        os.environ[SWITCH] = "0"
+    before = {SWITCH: os.environ[SWITCH]} if SWITCH in os.environ else {}
+    os.environ[SWITCH] = "0"
+    try:
         yield
+    finally:
+        os.environ.pop(SWITCH, None)
+        os.environ.update(before)

@@ -81,9 +81,11 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     size = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     notes: list[str] = []
     if samples is not None:
-        rows, collate = list(samples), _collator(trainer)
+        # The trainer's own loader may remove columns first.
+        loader = trainer.get_train_dataloader() if trainer.train_dataset is not None else None
+        rows, collator = list(samples), getattr(loader, "collate_fn", None) or trainer.data_collator
     else:
-        rows, collate = _rows_and_collator(trainer, windows * size, notes)
+        rows, collator = _rows_and_collator(trainer, windows * size, notes)
     if not rows:
         raise UnsupportedSetupError(
             "got no sample from the dataloader; expected at least one; check dataloader_drop_last"
@@ -92,7 +94,11 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     if len(rows) < windows * size:
         number = f"{len(rows)} sample{'' if len(rows) == 1 else 's'}"
         notes.append(f"the data has {number} for a rank, fewer than the {windows * size} requested")
-    collate = fresh(collate)
+
+    def collate(rows: list[Any]) -> Any:
+        # It may pop fields of its samples or write into them.
+        return collator([_copied(row) for row in rows])
+
     try:
         is_random = _is_random(collate, groups[0])
     except Exception as error:  # anything that a user's collator raises
@@ -102,9 +108,8 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
         ) from error
     if is_random:
         notes.append("the collator is random: each global batch was collated once, and its rows were split")
-        groups = [_rows_of(collate(group), len(group), type(collate).__name__) for group in groups]
-        collate = _concatenated
-    return Drawn(tuple(map(tuple, groups)), collate, tuple(notes))
+        groups = [_rows_of(collate(group), len(group), type(collator).__name__) for group in groups]
+    return Drawn(tuple(map(tuple, groups)), _concatenated if is_random else collate, tuple(notes))
 
 
 def _rows_and_collator(trainer: TrainerLike, number: int, notes: list[str]) -> tuple[list[Any], Collate]:
@@ -126,13 +131,6 @@ def _rows_and_collator(trainer: TrainerLike, number: int, notes: list[str]) -> t
     with closing(rows):
         # The rest of the epoch is not read.
         return list(islice(rows, number)), collate
-
-
-def _collator(trainer: TrainerLike) -> Collate:
-    """The collator of the trainer's own loader, which may remove columns first."""
-    loader = trainer.get_train_dataloader() if trainer.train_dataset is not None else None
-    collate: Collate = getattr(loader, "collate_fn", None) or trainer.data_collator
-    return collate
 
 
 def _uncollated(loader: Any) -> Generator[Any, None, None]:
@@ -200,26 +198,11 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
         )
 
 
-# --- samples that a collator may change -------------------------------------------------------------------------------
-
-
-def fresh(collate: Collate) -> Collate:
-    """Pass copies to the collator, because it may pop fields of its samples or write into them."""
-
-    def on_copies(rows: list[Any]) -> Any:
-        return collate([_copied(row) for row in rows])
-
-    return on_copies
-
-
 def _copied(row: Any) -> Any:
     try:
         return copy.deepcopy(row)
     except Exception:  # Readers and the like; these are shared.
         return row
-
-
-# --- a collator that draws at random ----------------------------------------------------------------------------------
 
 
 def _is_random(collate: Collate, rows: list[Any]) -> bool:

@@ -60,19 +60,12 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What `split_invariance` found; true if every split has the full batch's gradient.
+    """What `split_invariance` found; true if every split has the full batch's gradient."""
 
-    Attributes:
-        splits: number of splits that were run.
-        off: those whose gradient differs, with the relative error, worst first.
-        tolerance: largest relative error that counts as equal.
-        words: which terms of the loss are off at a split of few micro-batches, and which are right.
-    """
-
-    splits: int
-    off: tuple[tuple[Layout, float], ...]
-    tolerance: float
-    words: tuple[str, ...] = ()
+    splits: int  # number of splits that were run
+    off: tuple[tuple[Layout, float], ...]  # those whose gradient differs, with the relative error, worst first
+    tolerance: float  # largest relative error that counts as equal
+    words: tuple[str, ...] = ()  # which terms of the loss are off at a split of few micro-batches, and which are right
 
     def __bool__(self) -> bool:
         return not self.off

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from hf_accum_fix.upstream import seams
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
-from hf_accum_fix.upstream.seams import PUBLISHED_RELEASES, TESTED_RELEASES
+from hf_accum_fix.upstream.seams import TESTED_RELEASES
 from tests.releases.probes import PROBES, Probe, Where
 from tests.releases.test_releases import run_in
 from tests.torchrun import launcher
 
+#: Every release from the oldest read to the newest tested, yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) too.
+PUBLISHED_RELEASES: list[str] = json.loads(Path(seams.__file__).with_name("releases.json").read_text())["published"]
 MEASURED = {defect.name: defect for defect in DEFECTS if defect.evidence == "run"}
 
 

@@ -10,7 +10,7 @@ import pytest
 import wrapt
 
 from hf_accum_fix.errors import ForeignPatchError, SeamError
-from hf_accum_fix.upstream.patch import Installation, Patch, install
+from hf_accum_fix.upstream.patch import Installation, Patch, install, restore
 
 
 class Base:
@@ -77,7 +77,7 @@ def test_every_kind_of_method_is_wrapped_and_comes_back_as_the_identical_object(
     before = vars(Toy).get(name)
     installation = wrap(name)
     assert call(name) == [f"ours({result})"] * 3
-    installation.restore()
+    restore([installation])
     assert call(name) == [result] * 3
     assert vars(Toy).get(name) is before
 
@@ -114,11 +114,11 @@ def traced_by_wrapt(function: Callable[..., Any], seen: list[int]) -> Callable[.
 def refused(installation: Installation, ours: dict[str, Any], foreign: Any, name: str) -> None:
     """What is on top of ours has to go first."""
     with pytest.raises(ForeignPatchError, match=rf"Toy\.method \(now of .*{name}"):
-        installation.restore()
+        restore([installation])
     assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is foreign
     Toy.method = ours["method"]  # type: ignore[method-assign]
     assert installation.replacements() == {}
-    installation.restore()
+    restore([installation])
 
 
 TRACERS = pytest.mark.parametrize("tracer", [traced, traced_by_wrapt])
@@ -132,7 +132,7 @@ def test_a_foreign_wrapper_stays_outside_and_is_still_called(tracer: Callable[..
     assert vars(Toy)["method"] is foreign
     assert call("method")[0] == "traced(ours(method 1))" and call("method")[2] == "traced(ours(method 1))"
     assert len(seen) == 6 and installation.replacements() == {}
-    installation.restore()
+    restore([installation])
     assert vars(Toy)["method"] is foreign and foreign.__wrapped__ is METHOD  # type: ignore[attr-defined]
     assert Toy().method(1) == "traced(method 1)"
     Toy.method = METHOD  # type: ignore[method-assign]
@@ -153,7 +153,7 @@ def test_a_foreign_wrapper_that_unwraps_itself_leaves_ours_to_be_restored() -> N
     installation = wrap("method")
     Toy.method = vars(Toy)["method"].__wrapped__  # type: ignore[method-assign]
     assert Toy().method(1) == "ours(method 1)"
-    installation.restore()
+    restore([installation])
 
 
 def test_a_replacement_is_refused_by_name() -> None:
@@ -167,7 +167,7 @@ def test_a_replacement_is_refused_by_name() -> None:
     assert name in str(refused.value)
     installation = wrap("method", allowed=(name,))
     assert Toy().method(1) == "ours(replaced 1)"
-    installation.restore()
+    restore([installation])
     assert vars(Toy)["method"] is replacement
     Toy.method = METHOD  # type: ignore[method-assign]
 
@@ -195,7 +195,7 @@ def test_two_installations_come_off_in_either_order() -> None:
     for first_off in (0, 1):
         both = [wrap("method"), wrap("method")]
         assert Toy().method(1) == "ours(ours(method 1))"
-        both.pop(first_off).restore()
+        restore([both.pop(first_off)])
         assert Toy().method(1) == "ours(method 1)"
-        both.pop().restore()
+        restore([both.pop()])
         assert vars(Toy)["method"] is METHOD

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 _TRAINER = "transformers.trainer"
-#: Set by the process that prints "is on", so that its children do not print it again.
-_ANNOUNCED = "PYTHON_HF_ACCUM_FIX_ANNOUNCED"
 #: Carry the options of ``run``, which a launcher may drop, and the request of ``verify``.
 _RUN, _VERIFY = "PYTHON_HF_ACCUM_FIX", "PYTHON_VERIFY_BY_HF_ACCUM_FIX"
 
@@ -72,22 +70,11 @@ def _patch() -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "hf_accum_fix":
             raise
-        _print(f"NOT on: {sys.executable} has no hf_accum_fix, or one without a command line; install it there")
+        if sys.stderr is not None:
+            has_not = f"{sys.executable} has no hf_accum_fix, or one without a command line"
+            sys.stderr.write(f"hf-accum-fix: NOT on: {has_not}; install it there\n")
     else:
-        line = apply_inherited()
-        if line:
-            _print(line, once=" is on" in line)
-
-
-def _print(line: str, once: bool = False) -> None:
-    """Print a line: "is on" once per job, on the first rank; "NOT on" in every process without the patch."""
-    if once:
-        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        if _ANNOUNCED in os.environ or rank != "0":
-            return
-        os.environ[_ANNOUNCED] = "1"
-    if sys.stderr is not None:
-        sys.stderr.write(f"hf-accum-fix: {line}\n")
+        apply_inherited()
 
 
 def _verify_instead_of_training() -> None:
