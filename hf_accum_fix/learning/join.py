@@ -7,6 +7,7 @@ that enters a mean, and what samples have in common, may add up in two micro-bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -164,9 +165,9 @@ def _masks_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 
 def _widths(batch: Batch) -> set[tuple[str, int]]:
-    """The number of columns of inputs that have rows and columns."""
-    each = (pair for part in _mappings_in(batch) for pair in part.items())
-    return {(key, value.shape[1]) for key, value in each if isinstance(value, Tensor) and value.ndim == 2}
+    """The numbers that a row has of inputs that have rows and columns."""
+    each = ((key, v) for part in _mappings_in(batch) for key, v in part.items() if isinstance(v, Tensor))
+    return {(key, math.prod(v.shape[1:])) for key, v in each if v.ndim > 1 and _is_plain(v)}
 
 
 def _mappings_in(batch: Batch) -> Iterator[Batch]:

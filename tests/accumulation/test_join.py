@@ -216,6 +216,11 @@ def test_texts_are_joined_with_those_of_another_width() -> None:
     assert len(whole["labels"]) == 8 and {one["labels"].shape[1], other["labels"].shape[1]} == {4, 5}
 
 
+def test_frames_are_joined_with_those_of_another_length() -> None:
+    (_, one, other, *_), *_ = splits([{"x": torch.ones(1, n, 2), "n": torch.ones(1)} for n in (3, 5, 3)])
+    assert {one["x"].shape[1], other["x"].shape[1]} == {3, 5}
+
+
 def test_graphs_are_numbered_on() -> None:
     """PyG's index of each node's graph, and the first node of each; what is no such index stays as it is."""
     one = {"x": torch.ones(3, 2), "batch": torch.tensor([0, 0, 1]), "ptr": torch.tensor([0, 2, 3])}
