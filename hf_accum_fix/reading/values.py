@@ -67,7 +67,9 @@ class Values(TorchFunctionMode):
         """The count that a torch function takes, and its floor; neither: it makes a constant; None: anything else."""
         if name in _CASTS and args and (known := self._made.get(_place(args[0]))) is not None:
             return known[2:]
-        given = (*args, *kwargs.values()) if name in (*_FLOORS, *_COMPARES) and "max" not in kwargs else ()
+        given = (*args, *kwargs.values()) if name in (*_FLOORS, *_COMPARES) and kwargs.get("max") is None else ()
+        # No ceiling.
+        given = given[:2] if [*given[2:]] == [None] else given
         ranks = sorted(
             (self._rank(each), at) for at, each in enumerate(given) if getattr(each, "dtype", None) is not torch.bool
         )

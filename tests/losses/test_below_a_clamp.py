@@ -209,6 +209,7 @@ ONE = torch.ones((), dtype=torch.float64)
 FLOORS: dict[str, Callable[[Tensor], Tensor]] = {
     "small": lambda n: n.clamp(min=1e-6),
     "half": lambda n: torch.clamp(n, 0.5),
+    "open": lambda n: torch.clip(n, 1, None),
     "large": lambda n: n.clamp(min=3.0),
     "in-place": lambda n: n.clamp_(min=1),
     "maximum": lambda n: torch.maximum(n, torch.ones_like(n)),
