@@ -51,7 +51,7 @@ class Values(TorchFunctionMode):
             # Python's max takes one of the two; the elements of a batch of one sample are compared by torch.
             if made is not None and out.ndim == 0:
                 self._read.append(made)
-                [count] = (each for each in args if self._rank(each) == 3)
+                count = max(*args, *(kwargs or {}).values(), key=self._rank)
                 self._made[_place(count)] = (count, count._version, *made)
         elif name in _READS and isinstance(out, (int, float)) and (place := _place(args[0])) is not None:
             *_, count, floor = self._made.get(place, (None, None))
