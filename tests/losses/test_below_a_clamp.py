@@ -201,7 +201,7 @@ def either_read(s: Seen) -> Tensor:
 def tempered(s: Seen) -> Tensor:
     """A constant is compared, which is no count."""
     temperature = torch.tensor(2.0)
-    assert temperature > 1e-2 and 100 >= temperature
+    assert temperature > 1e-2 and temperature <= 100
     return (crossed(s) * found(s)).sum() / max(found(s).sum(), torch.tensor(1)) / temperature
 
 
