@@ -17,7 +17,6 @@ end of an epoch. How the model reduces its loss is observed in the first window,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -41,13 +40,10 @@ from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.options import options_from, shows_options
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_accelerator
-from hf_accum_fix.weighing.weigh import Weighed
 from hf_accum_fix.window.loop_host import Batch, LoopHost, LossOf
 from hf_accum_fix.window.window import Window
 
 __all__ = ["AccumulationWindow", "AccumulationWindows", "accumulation_windows"]
-
-logger = logging.getLogger("hf_accum_fix")
 
 
 class AccumulationWindow:
@@ -142,7 +138,12 @@ class AccumulationWindow:
             else:
                 loss, _ = window.run_by_rule(inputs, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
-        return self._added(window, weighed)
+        if host.contract is not None and host.state.loss.is_settled and not host.state.recorded:
+            host.contained("reporting a loss", partial(host.announce, host.contract, len(self)), None)
+        window.add(weighed.value)
+        if host.accelerator is not None and weighed.loss.requires_grad:
+            weighed.loss.register_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
+        return weighed.loss
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
@@ -160,17 +161,6 @@ class AccumulationWindow:
             raise SeamError(f"{got}; expected all of them; call it after the last")
         loss = self._window.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world.size
-
-    def _added(self, window: Window, weighed: Weighed) -> Tensor:
-        """A loss for backward, added to the window's."""
-        host, contract = self._host, self._host.contract
-        if contract is not None and host.state.loss.is_settled and not host.state.recorded:
-            host.contained("reporting a loss", partial(host.announce, contract, len(self)), None)
-        window.add(weighed.value)
-        loss = weighed.loss
-        if host.accelerator is not None and loss.requires_grad:
-            loss.register_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
-        return loss
 
     @contextmanager
     def _engine_noted(self) -> Iterator[None]:

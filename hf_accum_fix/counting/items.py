@@ -54,12 +54,8 @@ def labels_of(batch: Any, counted: Collection[str] | None = None) -> Labels:
     """The labels of a micro-batch, or those that are ``counted``; empty: it has none, or is no mapping."""
     if not isinstance(batch, Mapping):
         return frozenset()
-    labels = list[tuple[str, int]]()
-    for key, value in batch.items():
-        is_label = "label" in key or key in _ANSWERS if counted is None else key in counted
-        if is_label and value is not None:
-            labels.append((key, getattr(value, "ndim", -1)))
-    return frozenset(labels)
+    keys = [key for key in batch if ("label" in key or key in _ANSWERS if counted is None else key in counted)]
+    return frozenset((key, getattr(batch[key], "ndim", -1)) for key in keys if batch[key] is not None)
 
 
 def labels_in_words(labels: Labels) -> str:
@@ -76,9 +72,8 @@ class ZeroWeightBatch(dict[str, Any]):
 class Items:
     """A rule that counts the items of a micro-batch from its inputs."""
 
-    keys: tuple[
-        str, ...
-    ] = ()  # the inputs that hold the targets; the first is counted. Empty: the items are the samples
+    #: the inputs that hold the targets; the first is counted. Empty: the items are the samples
+    keys: tuple[str, ...] = ()
     ignore_index: int | None = -100  # of a position that is no target (0 in a mask); None: every element is a target
     shift: bool = False  # the loss drops position 0 of the last axis, as causal heads do
     mask: str | None = None  # an input whose zeros are no targets either (LLaVA's attention mask up to 4.51)

@@ -22,11 +22,6 @@ class SyncedRanks:
     def __init__(self, gather: Gather | None = None) -> None:
         self._gather = gather
 
-    @property
-    def alone(self) -> bool:
-        """Whether this rank may run other forwards than the others."""
-        return self._gather is None
-
     def any(self, wanted: bool) -> bool:
         """Whether it holds on any rank."""
         return wanted if self._gather is None else any(wants for wants, _ in self._gather([(wanted, False)]))
@@ -55,9 +50,10 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     pool = plain or conclusive or [each for each in ranks if each.reason != NO_TARGET_SEEN] or list(ranks)
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
     stays = any(each.reduction is Reduction.STOCK for each in pool)
-    if any(not _are_one_loss(first, each) for each in pool[1:]):
+    forms = [_form(each) for each in pool]
+    if any(form != forms[0] for form in forms):
         by_rank = "; ".join(f"rank {rank}: {each}; {len(each.terms)} terms" for rank, each in enumerate(ranks))
-        if conclusive and len({(each.is_weighed and each.reduction, each.custom) for each in pool}) > 1:
+        if conclusive and any(form[:2] != forms[0][:2] for form in forms):
             raise ContractError(
                 f"got different losses on the ranks ({by_rank}); expected the same loss on all; look at what differs "
                 "between them, or pass contract=LossContract(...)"
@@ -79,9 +75,6 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     return found.of_two_fates(takes_number=stays or (found.custom and found.by_number))
 
 
-def _are_one_loss(one: LossContract, other: LossContract) -> bool:
-    if (one.is_weighed and one.reduction, one.custom) != (other.is_weighed and other.reduction, other.custom):
-        return False
-    if len(one.terms) != len(other.terms):
-        return False
-    return all(a.shape == b.shape and a.how is b.how for a, b in zip(one.terms, other.terms, strict=True))
+def _form(found: LossContract) -> tuple[Any, ...]:
+    """Equal for contracts of one loss."""
+    return found.is_weighed and found.reduction, found.custom, [(each.shape, each.how) for each in found.terms]

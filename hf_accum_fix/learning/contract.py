@@ -148,10 +148,7 @@ class LossContract:
 
     def with_one_rule(self) -> LossContract:
         """With the likeliest rule of each mean: what its divisors are is compared with what that predicts."""
-        terms = (
-            replace(each, rules=dict([*each.rules.items()][:1])) if each.how is How.MEAN else each
-            for each in self.terms
-        )
+        terms = (replace(t, rules=dict([*t.rules.items()][:1])) if t.how is How.MEAN else t for t in self.terms)
         return replace(self, terms=tuple(terms))
 
     @cached_property

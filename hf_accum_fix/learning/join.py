@@ -129,7 +129,8 @@ def _narrowed(whole: Batch, *, has_decoder: bool) -> Iterator[Split]:
 
 def narrow(part: Batch, *, has_decoder: bool) -> dict[str, Any]:
     """A part of a batch without the columns that only pad it: each text by its own mask, a decoder's by its targets."""
-    masks = {key.replace("attention_mask", ""): value != 0 for key, value in _masks_of(part)}
+    texts = {key.replace("attention_mask", ""): value for key, value in part.items() if "attention_mask" in key}
+    masks = {key: mask != 0 for key, mask in texts.items() if isinstance(mask, Tensor) and mask.ndim == 2}
     labels = part.get("labels")
     targets = labels != -100 if has_decoder and isinstance(labels, Tensor) and labels.ndim == 2 else None
 
@@ -155,13 +156,6 @@ def narrow(part: Batch, *, has_decoder: bool) -> dict[str, Any]:
         return value if bool((rest != padding).any()) else value[:, own]
 
     return {key: cut(key, value) for key, value in part.items()}
-
-
-def _masks_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The masks of a batch's texts, with their names."""
-    for key, value in batch.items():
-        if "attention_mask" in key and isinstance(value, Tensor) and value.ndim == 2:
-            yield key, value
 
 
 def _widths(batch: Batch) -> set[tuple[str, int]]:

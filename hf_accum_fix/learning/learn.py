@@ -74,7 +74,7 @@ def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
     """`learn` from looks that show a loss."""
     whole, setting = compared.whole, compared.setting
     terms, looks = whole.terms, compared.looks
-    matched = [*_matched([each.terms for each in looks], compared)]
+    matched = [*_matched([each.terms for each in looks])]
     judged = list[Judged]()
     for triple, place, values in _with_values(matched, looks):
         judged.append(_judge(triple, place, values, compared, judged))
@@ -83,17 +83,15 @@ def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
     if compared.split.blocks > 1 and any(starmap(_are_chunks, combinations(judged, 2))):
         # Blocks of rows that were chosen such that they fit.
         doubts.append(("it has a term for each chunk of the rows of a micro-batch", Cause.TERMS))
-    if len({spec.group for spec in specs}) > 1 and any(
-        factor.learnt for each in terms for factor in each.factors[: each.above]
-    ):
+    learnt = any(factor.learnt for each in terms for factor in each.factors[: each.above])
+    if learnt and len({spec.group for spec in specs}) > 1:
         # No hook separates them.
         doubts.append(("one learnt factor multiplies several of its terms, which need different weights", None))
     rest, is_mean = _rest(judged, compared) if any(each.added for each in terms) else (0.0, True)
     if rest is None:
         doubts.append(("a part of the loss has no gradient; the log averages it over micro-batches", Cause.LOG))
     # What may change the gradient comes first.
-    doubts.sort(key=lambda each: each[1] is Cause.LOG)
-    doubt, cause = next(iter(doubts), ("", None))
+    doubt, cause = min(doubts, key=lambda each: each[1] is Cause.LOG, default=("", None))
     router = {each.router: each.product(range(len(each.factors))) for each in terms if each.router}
     shows = compared.split.shows_coupling or whole.samples == 1
     found = LossContract(
@@ -166,7 +164,7 @@ def _rest(judged: Sequence[Judged], compared: Comparison) -> tuple[float | None,
     return (rests[0] if max(rests) - min(rests) <= largest else None), False
 
 
-def _matched(seen: Triple, compared: Comparison) -> Iterator[tuple[Triple, int | None]]:
+def _matched(seen: Triple) -> Iterator[tuple[Triple, int | None]]:
     """The same term in three looks, by shape and place; None: its rows, or the parts of one sum."""
     for shape in dict.fromkeys(each.shape for terms in seen for each in terms):
         its = [[term for term in terms if term.shape == shape] for terms in seen]
@@ -230,22 +228,16 @@ def _judge(
     whole, one_sum = first[0], place is None and all(its) and _are_one_sum(its)
     term = Judged(TermSpec(whole.shape, place, How.PLAIN), first, values)
     if not all(its) or (place is None and not one_sum and not of_samples):
-        numbers = ", ".join(str(len(terms)) for terms in its[:2]) + f" and {len(its[2])}"
-        words = f"the loss has {numbers} terms {whole.name} in a batch and its parts"
-        return term.but(words, Cause.TERMS, place=0)
+        numbers = "{}, {} and {}".format(*map(len, its))
+        return term.but(f"the loss has {numbers} terms {whole.name} in a batch and its parts", Cause.TERMS, place=0)
     if whole.router:
         return term.but(how=How.ROUTER)
     columns = [*enumerate(zip(*(each.numbers for each in first), strict=True))]
     number = tuple(at for at, of_looks in columns if compared.are_numbers(of_looks))
     # Each row has its own count, of the loss function or in the code.
     rows = place is None and whole.divides
-    of_rows = {
-        at
-        for terms in its
-        for each in terms
-        for at in range(whole.above, len(columns))
-        if each.numbers[at] != terms[0].numbers[at]
-    }
+    below = range(whole.above, len(columns))
+    of_rows = {at for at in below if any(each.numbers[at] != terms[0].numbers[at] for terms in its for each in terms)}
     guarded = _guarded(first, compared)
     counts = tuple(
         at
@@ -285,17 +277,13 @@ def _judge(
 def _with_common_floors(seen: Sequence[Term]) -> Sequence[Term]:
     """Terms with what they divide by, where Python has read a count below that in some looks alone: by chance."""
     columns = zip(*([each.floor for each in term.factors] for term in seen), strict=True)
-    chance = {
-        at for at, floors in enumerate(columns) if len({*floors}) > 1 and any(each and each.read for each in floors)
-    }
-    if not chance:
-        return seen
+    chance = [len({*floors}) > 1 and any(each and each.read for each in floors) for floors in columns]
 
-    def divisor(at: int, factor: Factor) -> Factor:
-        by = factor.floor if at in chance else None
+    def divisor(factor: Factor, by_chance: bool) -> Factor:
+        by = factor.floor if by_chance else None
         return factor if by is None else Factor(by.over(factor.value), factor.divides)
 
-    return [replace(t, factors=tuple(starmap(divisor, enumerate(t.factors)))) for t in seen]
+    return [replace(t, factors=tuple(map(divisor, t.factors, chance))) for t in seen]
 
 
 def _guarded(seen: Sequence[Term], compared: Comparison) -> list[list[float]]:
@@ -330,12 +318,11 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         rules = {}
     floors = [each.factors[spec.counts[0]].floor if len(spec.counts) == 1 else None for each in term.seen]
     mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floors[0] if len({*floors}) == 1 else None)
-    if rules and len(compared.whole.terms) > 1 and all(is_padded(rule, compared.whole.batch) for rule in rules):
+    padded = all(is_padded(rule, compared.whole.batch) for rule in rules)
+    if rules and padded and len(compared.whole.terms) > 1:
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
         return term.but("" if compared.setting.has_z_loss else doubt, Cause.PADDING, how=How.ROUTER, rules=rules)
-    elements = (
-        whole.divides and not whole.targets and (not rules or all(is_padded(r, compared.whole.batch) for r in rules))
-    )
+    elements = whole.divides and not whole.targets and padded
     if elements and compared.is_ragged and not compared.split.shows_coupling:
         return mean.but("its micro-batches are of several widths and cannot be joined; it may be a mean over padding")
     if not compared.split.apart and (rules or whole.divides):

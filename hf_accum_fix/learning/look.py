@@ -249,7 +249,7 @@ def _as_numbers(term: Term, captured: Captured, batch: Mapping[str, Any]) -> Ter
             by_classes=term.divides and ignored is not None and leaf._saved_weight is not None,
             sorts=_sorts_elements(leaf),
             weighs=any(map(_has_weights, _below(leaf))),
-            layered=not term.readable and _holds_layers(leaf),
+            layered=not term.readable and any(map(_is_layer, _below(leaf))),
         )
         return found if kept is None else replace(found, value=float(kept) * term.product(range(found.above)))
 
@@ -271,11 +271,6 @@ def _named(target: Tensor, ignored: int, batch: Mapping[str, Any]) -> Iterator[I
         labels = isinstance(value, Tensor) and not value.is_floating_point() and "label" in rule.keys[0]
         if labels and torch.equal(value[rule.targets(batch)].cpu(), kept):  # type: ignore[index]
             yield rule
-
-
-def _holds_layers(node: Any) -> bool:
-    """Whether there is a layer of a model among the nodes searched below one."""
-    return any(_is_layer(each) for each in _below(node))
 
 
 def _sorts_elements(node: Any) -> bool:

@@ -61,10 +61,10 @@ def observe(
     # By their own targets the ranks would choose different ones.
     batches = batches[:1] if setting.is_cut else batches
     listed = any(next(listed_targets(each), None) is not None for each in batches)
-    ranks, sharded = ranks or SyncedRanks(), loss.sharded
     found: LossContract | None = None
-    with preserved_state(loss.model, *loss.others, leave=loss.leave, sharded=sharded) as state:
-        plan = _Plan(loss, batches, setting, state, sharded).contract()
+    ranks = ranks or SyncedRanks()
+    with preserved_state(loss.model, *loss.others, leave=loss.leave, sharded=loss.sharded) as state:
+        plan = _Plan(loss, batches, setting, state).contract()
         ask = next(plan)
         # A custom loss may run collectives, so a rank that has found its contract runs its last look again.
         while ranks.any(found is None):
@@ -146,11 +146,10 @@ class _Splits:
 class _Plan:
     """What to look at, and what that shows."""
 
-    loss: LossRun
+    loss: LossRun  # of shards every forward is a collective, and one split is enough
     window: Sequence[Mapping[str, Any]]
     setting: Setting
     state: PythonState
-    sharded: bool  # an engine shards the parameters, so that every forward is a collective, and one split is enough
     whole: Look = field(init=False)  # the look at the batch that the contract was learnt from
     writes: bool | None = None  # the loss depends on state that its forward writes; None: not tested
     by_number: bool | None = None  # it divides a term by the number, if it gets one; None: not tested
@@ -162,7 +161,7 @@ class _Plan:
         modules = self.loss.model.named_modules()
         norm = next((name for name, each in modules if isinstance(each, _BatchNorm) and each.training), None)
         # BatchNorm writes its statistics; shards are not copied.
-        self.writes = False if self.sharded or norm is not None else None
+        self.writes = False if self.loss.sharded or norm is not None else None
         found = yield from self._learnt()
         if self._needs_number(found):
             self.loss.hand_on()
@@ -197,15 +196,14 @@ class _Plan:
         choice, before = _Splits(), list[Look]()
         for split in splits(self.window, has_decoder=self.setting.decoder_pad is not None):
             # Where the ranks meet in every forward, a part that a model cannot run would end the training.
-            if (self.sharded and (split.group or choice.found)) or (self.setting.is_cut and split.apart):
-                continue
-            if not choice.needs(split):
+            one_is_enough = self.loss.sharded and (split.group or choice.found)
+            if one_is_enough or (self.setting.is_cut and split.apart) or not choice.needs(split):
                 continue
             try:
                 looks = yield from self._three(split, before)
             except Exception as error:
                 # Running out of memory on an unchanged micro-batch would happen in training, too.
-                if self.sharded or (out_of_memory(error) and any(split.whole is batch for batch in self.window)):
+                if self.loss.sharded or (out_of_memory(error) and any(split.whole is batch for batch in self.window)):
                     raise
                 # A narrowed one is no failure: a model may need batches as wide as its collator's.
                 choice.failure = choice.failure or (None if split.group else error)
@@ -285,9 +283,8 @@ class _Plan:
             doubt = "its forward changes state that the loss depends on, so the order of micro-batches matters"
         if found.items is not None and any(targets_padding(found.items, batch, pad) for batch in self.window):
             where = "attention_mask is 0" if pad is None else f"they are padded by {pad}"
-            doubt = (
-                f"padding is among its targets (labels are not -100 where {where}), so the loss depends on the split"
-            )
+            where = f"labels are not -100 where {where}"
+            doubt = f"padding is among its targets ({where}), so the loss depends on the split"
         if norm is not None:
             doubt = f"BatchNorm in training mode ({norm}): its statistics come from one micro-batch"
         if scale is not None:

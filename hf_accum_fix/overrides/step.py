@@ -223,12 +223,9 @@ class MicroBatch:
         """
         session, part, contract = self.session, self.part, self.part.contract
         if not (contract.terms or contract.custom):
-            return self.window.run_by_rule(
-                ZeroWeightBatch(inputs) if self.zero_weight else inputs,
-                None,
-                lambda inputs, number: session.unscaled_loss(model, inputs, number),
-                own_loss=session.source.func is not None,
-            )
+            inputs = ZeroWeightBatch(inputs) if self.zero_weight else inputs
+            run, own_loss = partial(session.unscaled_loss, model), session.source.func is not None
+            return self.window.run_by_rule(inputs, None, run, own_loss=own_loss)
         # Without a number a model returns its own mean.
         passed = (given if contract.custom else part.number) if contract.hands_number else None
         if part.is_whole and session.source.counts_items:

@@ -78,20 +78,18 @@ class Term:
     @property
     def learnt_nodes(self) -> list[Any]:
         """The products or quotients with learnt factors."""
-        return [each.node for each in self.factors if each.node is not None]
+        return [each.node for each in self.factors if each.learnt]
 
     @property
     def is_nothing(self) -> bool:
         """Whether it is multiplied by zero; False for factors on a device, which are not read."""
-        for each in self.factors:
-            if not (each.divides or each.node is not None) and on_host(each.value) and float(each.value) == 0.0:
-                return True
-        return False
+        read = (each.value for each in self.factors if not (each.divides or each.learnt) and on_host(each.value))
+        return any(float(value) == 0.0 for value in read)
 
     @cached_property
     def shape(self) -> tuple[Any, ...]:
         """Equal for the same term of two micro-batches: all but numbers."""
-        return (self.name, self.readable, *[(each.divides, each.node is not None) for each in self.factors])
+        return (self.name, self.readable, *[(each.divides, each.learnt) for each in self.factors])
 
 
 def read(loss: Tensor, stops: Collection[Any] = (), values: Values | None = None, *, deep: bool = False) -> list[Term]:
@@ -128,10 +126,8 @@ def read(loss: Tensor, stops: Collection[Any] = (), values: Values | None = None
         else:
             top, factors, above, added = way
             # With one summand alone the other has no gradient; a node with several outputs is shared.
-            added, splits = (
-                added or (does == "add" and len(steps) == 1),
-                does == "add" or nodes.has_several_outputs(node),
-            )
+            added = added or (does == "add" and len(steps) == 1)
+            splits = does == "add" or nodes.has_several_outputs(node)
             for edge, its in reversed(steps):
                 below = factors + its
                 pending.append((edge, (edge[0], below, len(below), added) if splits else (top, below, above, added)))
@@ -139,12 +135,10 @@ def read(loss: Tensor, stops: Collection[Any] = (), values: Values | None = None
         return [Term(*whole, name="too many terms", leaf=loss.grad_fn, readable=False)]
     if values is None:
         return found
-    given = ((t, len(t.factors) - t.divides) for t in found)
-    # What is asked there is no part of the loss.
+    # What is asked there is no part of the loss; the leaf's own divisor is a count.
     with torch._C.DisableTorchFunction():
-        return [
-            replace(t, factors=(*[*values.below(t.factors[:own][::-1])][::-1], *t.factors[own:])) for t, own in given
-        ]
+        ways = [(t, len(t.factors) - t.divides) for t in found]
+        return [replace(t, factors=(*values.below(t.factors[:own]), *t.factors[own:])) for t, own in ways]
 
 
 def without_nothing(terms: Sequence[Term]) -> list[Term]:

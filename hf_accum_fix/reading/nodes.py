@@ -115,7 +115,7 @@ def does(node: Any) -> str:
     """As in `ROWS`, or "loss": a mean or sum by one of torch's loss functions; empty: anything else."""
     if getattr(node, "_saved_reduction", 0):
         return "loss"
-    return ROWS.get(type(node).__name__.rpartition("Backward")[0], "")
+    return ROWS.get(kind_of(node), "")
 
 
 def is_parameter(node: Any) -> bool:

@@ -51,7 +51,7 @@ class Values(TorchFunctionMode):
             # Python's max takes one of the two; the elements of a batch of one sample are compared by torch.
             if made is not None and out.ndim == 0:
                 self._read.append(made)
-                [count] = (each for each in args if self._rank(each) == 3)
+                count = max(*args, *(kwargs or {}).values(), key=self._rank)
                 self._made[_place(count)] = (count, count._version, *made)
         elif name in _READS and isinstance(out, (int, float)) and (place := _place(args[0])) is not None:
             *_, count, floor = self._made.get(place, (None, None))
@@ -88,28 +88,28 @@ class Values(TorchFunctionMode):
             return int(isinstance(given, (int, float)) and given != 0)
         return 2 if place in self._made and self._made[place][2] is None else 3
 
-    def below(self, factors: Sequence[Factor]) -> Iterator[Factor]:
-        """A term's factors, from the leaf up, with the counts that they were made of, and the floors, where known."""
-        unknown = bool(self._read)
-        for factor in factors:
-            made = self._made.get(_place(factor.value)) if factor.divides else None
+    def below(self, factors: Sequence[Factor]) -> list[Factor]:
+        """A term's factors, with the counts that they were made of, and the floors, where known."""
+        unknown, found = bool(self._read), list[Factor]()
+        # From the leaf up.
+        for factor in reversed(factors):
+            value, made = factor.value, self._made.get(_place(factor.value)) if factor.divides else None
             count, floor = (None, None) if made is None or made[0]._version != made[1] else made[2:]
             if factor.divides and unknown and (made is None or made[2] is None):
                 # What has read a count has waited for it.
-                count, floor = self._read_as(float(factor.value))
+                count, floor = self._read_as(float(value))
                 unknown = floor is None
             # It may be compared with another number than its floor.
-            elif (
-                floor is not None and floor.read and on_host(factor.value) and floor.over(count) != float(factor.value)
-            ):
+            elif floor is not None and floor.read and on_host(value) and floor.over(count) != float(value):
                 floor = None
-            yield factor if floor is None else factor._replace(floor=floor, below=count)
+            found.append(factor if floor is None else factor._replace(floor=floor, below=count))
+        return found[::-1]
 
     def _read_as(self, value: float) -> tuple[Tensor | None, Floor | None]:
         """The count that Python may have kept from zero to get a value, and the floor; None: unknown."""
-        bare = [float(count) for count, floor in self._read if floor is None and float(count).is_integer()]
-        known = [(float(count), floor) for count, floor in self._read if floor is not None]
-        fits = {count: floor for count, floor in known if floor.over(count) == value}
+        read = [(float(count), floor) for count, floor in self._read]
+        fits = {count: floor for count, floor in read if floor is not None and floor.over(count) == value}
+        bare = [count for count, floor in read if floor is None and count.is_integer()]
         if not fits and bare and max(sum(bare), 1.0) == value:
             fits = {sum(bare): Floor(0.0, 1.0, read=True)}
         if len(fits) != 1:

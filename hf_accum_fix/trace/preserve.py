@@ -60,11 +60,6 @@ class Kept(NamedTuple):
     holder: Any
     before: Any
 
-    def differing(self) -> list[Any]:
-        """The names, or places, of elements that are others, new, or gone."""
-        now, before = map(_by_place, self)
-        return [name for name in {**before, **now} if now.get(name, _ABSENT) is not before.get(name, _ABSENT)]
-
     def put(self) -> None:
         """Restore it where it differs."""
         holder, before = self
@@ -84,10 +79,15 @@ class Kept(NamedTuple):
 
     def differs(self) -> bool:
         """Whether it has other elements now, or other bytes."""
-        if not isinstance(self.before, torch.UntypedStorage):
-            return isinstance(self.before, (dict, list)) and bool(self.differing())
-        one, other = (torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in self)
-        return not torch.equal(one, other)
+        if isinstance(self.before, torch.UntypedStorage):
+            return not torch.equal(
+                *(torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in self)
+            )
+        if not isinstance(self.before, (dict, list)):
+            return False
+        # Others, new, or gone.
+        now, before = map(_by_place, self)
+        return any(now.get(name, _ABSENT) is not before.get(name, _ABSENT) for name in {**before, **now})
 
 
 def _by_place(value: Any) -> dict[Any, Any]:

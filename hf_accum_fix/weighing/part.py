@@ -85,9 +85,8 @@ class Part:
             as_observed = (spec.counted[0] or 1.0) * self.micro_batches * self.world_size
             by_rule = torch.full_like(self.total, as_observed) if rule is None else self.totals[rule] * spec.ratio
             n = self.totals.get(place, by_rule)
-            self.means[place] = as_weight(
-                kept(n, spec.floor) / (self.engine_divisor * self.world_size), self.contract.dtype
-            )
+            mean = kept(n, spec.floor) / (self.engine_divisor * self.world_size)
+            self.means[place] = as_weight(mean, self.contract.dtype)
         return self.means[place]
 
     def scale_of(
@@ -168,8 +167,7 @@ class Part:
 
     def divisors(self, place: int) -> Tensor:
         """The divisors of a term in all micro-batches, and what they were planned to be: [2, micro-batches]."""
-        dtype, counts = count_dtype(self.device), [*zip(*self.counts[place], strict=True)]
-        return torch.stack([stacked(each, dtype, self.device) for each in counts])
+        return torch.stack([_stacked(each, self.device) for each in zip(*self.counts[place], strict=True)])
 
 
 def scaled(count: Tensor, ratio: float) -> Tensor:
@@ -184,10 +182,11 @@ def kept(count: Any, floor: Floor | None) -> Any:
     return torch.where(count == 0, 1.0, count) if floor is None else (count + floor[0]).clamp(min=floor[1])
 
 
-def stacked(numbers: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _stacked(numbers: Sequence[Number], device: torch.device) -> Tensor:
     """Numbers as one tensor, by as few operations as their dtypes allow."""
+    dtype = count_dtype(device)
     if not any(isinstance(each, Tensor) for each in numbers):
-        return torch.tensor([float(each) for each in numbers], dtype=dtype, device=device)
+        return torch.tensor(numbers, dtype=dtype, device=device)
     tensors = [torch.as_tensor(each, device=device) for each in numbers]
     alike = len({each.dtype for each in tensors}) == 1
     return torch.stack(tensors if alike else [each.to(dtype) for each in tensors]).to(dtype)

@@ -183,8 +183,8 @@ class _MicroBatch:
             if rule is None and self.counts and on_host(divisor) and math.isnan(divisor):
                 self.part.changed = f"what divides {term.name} is nan"
             # A divisor that is itself a mean over no items.
-            hidden = 0.0 if not isinstance(divisor, Tensor) and math.isnan(divisor) else divisor
-            divisor = divisor.nan_to_num(0.0) if isinstance(divisor, Tensor) else hidden
+            empty = not isinstance(divisor, Tensor) and math.isnan(divisor)
+            divisor = divisor.nan_to_num(0.0) if isinstance(divisor, Tensor) else 0.0 if empty else divisor
         # 16 bits round the count.
         seen = planned if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
         below = None if spec.floor is None else term.factors[spec.counts[0]].below

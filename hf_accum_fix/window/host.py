@@ -34,8 +34,6 @@ from hf_accum_fix.window.state import ALWAYS, LossSource, TrainingState
 logger = logging.getLogger("hf_accum_fix")
 
 Value = TypeVar("Value")
-#: Why a window is not exact.
-OTHER_COUNTS = "its terms divide by another number of items than predicted"
 #: Why a loss is not observed: only what training runs is run.
 MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
 MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run except to train"
@@ -256,7 +254,7 @@ class Host(ABC):
         state = self.state
         self.delivery.ask(self.delivery.steps.conclude, self)
         if windows := int(state.unread):
-            self.report_inexact(OTHER_COUNTS, windows)
+            self.report_inexact("its terms divide by another number of items than predicted", windows)
             # Several ranks would first have to agree on it.
             if self.world.data_ranks == 1:
                 state.loss.windows_to_correct = ALWAYS
@@ -285,7 +283,7 @@ class Host(ABC):
 
     def record(self, contract: LossContract, micro_batches: int) -> None:
         """Keep a contract for report()."""
-        state, model = self.state, self.trained
+        state, model, ranks = self.state, self.trained, self.world.data_ranks
         observations.record(
             {
                 "head": self.head,
@@ -294,10 +292,8 @@ class Host(ABC):
                 "exact": state.exact,
                 "inexact_windows": state.inexact,
                 "accumulation_steps": micro_batches,
-                "world_size": self.world.data_ranks,
-                "reduced_in": reduced_in(self.accelerator, model)
-                if self.world.data_ranks > 1 and model is not None
-                else [],
+                "world_size": ranks,
+                "reduced_in": reduced_in(self.accelerator, model) if ranks > 1 and model is not None else [],
                 **({} if self.coupled is None else self.coupled.facts()),
                 "router_loss": self.router.in_force.value,
                 **self.noted,

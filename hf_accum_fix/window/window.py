@@ -28,8 +28,6 @@ from hf_accum_fix.window.count import count_window
 from hf_accum_fix.window.host import Host
 from hf_accum_fix.window.settle import settle
 
-_READING = "comparing a window's counts with those predicted"
-
 
 @dataclass(eq=False)
 class Window:
@@ -104,7 +102,8 @@ class Window:
             loss.reconsider()
         if not self.batches:
             return None
-        times = self._correction(host.contained(_READING, self._compare, None))
+        compared = host.contained("comparing a window's counts with those predicted", self._compare, None)
+        times = self._correction(compared)
         if times is not None:
             if self.part.contract.rules and isinstance(times, float) and host.knows_other_ranks:
                 loss.reconsider()
@@ -205,8 +204,7 @@ def scale_gradients(model: nn.Module, times: Tensor | float) -> None:
     """Multiply every gradient, of a shard its local part; no device sync."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            grad = parameter.grad
+        if (grad := parameter.grad) is not None:
             local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
             by_device.setdefault(local.device, []).append(local)
     for device, grads in by_device.items():

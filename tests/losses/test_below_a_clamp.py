@@ -198,6 +198,13 @@ def either_read(s: Seen) -> Tensor:
     return crossed(s).sum() / max(1, num_pos) + 0 * count
 
 
+def tempered(s: Seen) -> Tensor:
+    """A constant is compared, which is no count."""
+    temperature = torch.tensor(2.0)
+    assert temperature > 1e-2 and temperature <= 100
+    return (crossed(s) * found(s)).sum() / max(found(s).sum(), torch.tensor(1)) / temperature
+
+
 def sim_mim(s: Seen) -> Tensor:
     mask = found(s)
     return (F.l1_loss(s.batch["wanted"], s.logits, reduction="none") * mask).sum() / (mask.sum() + 1e-5) / 3
@@ -246,6 +253,7 @@ ROWS: list[tuple[str, str, Callable[[Seen], Tensor]]] = [
     ("fcos", "torchvision", fcos),
     ("detr", "DETR", detr),
     ("yolo", "ultralytics", yolo),
+    ("tempered", "a loss with a temperature", tempered),
 ]
 #: A length shows no count, and two counts that were read do not show which it is.
 HIDDEN = [
