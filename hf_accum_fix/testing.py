@@ -52,7 +52,7 @@ def assert_split_invariant(loss_fn: Callable[..., Tensor], batch: Mapping[str, A
         The report.
 
     Raises:
-        AssertionError: if a split has another gradient; it names the term, its line of code and its divisors.
+        AssertionError: if a split has another gradient; it names the term by its line of code.
         OptionsError: if the batch cannot be split, or the loss is not one number.
     """
     report = split_invariance(loss_fn, batch, **how)

@@ -14,8 +14,6 @@ from typing import Any, Final, TypeAlias
 
 import wrapt
 
-from hf_accum_fix.errors import SeamError
-
 Pristine: TypeAlias = Callable[[Any, str], bool]
 """pristine(function, name): whether function is the original of the method called name."""
 
@@ -50,16 +48,8 @@ def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Ite
     """The places that hold owner's method, from the class attribute inwards.
 
     The last place holds the pristine function or, if no link is pristine, the end of the chain.
-
-    Raises:
-        SeamError: if neither owner nor a base has the attribute.
     """
-    base = next((base for base in owner.__mro__ if name in vars(base)), None)
-    if base is None:
-        raise SeamError(
-            f"got {owner.__module__}.{owner.__qualname__} without a method {name!r}; expected a class that defines or "
-            "inherits it; check the name and the installed release"
-        )
+    base = next(base for base in owner.__mro__ if name in vars(base))
     place: Place | None = Place(owner, name, vars(base)[name], inherited=base is not owner)
     while place is not None:
         yield place

@@ -169,7 +169,6 @@ def install(patches: Sequence[Patch], pristine: Pristine, allowed: Collection[st
 
     Raises:
         ForeignPatchError: if a method calls neither its original nor an allowed replacement.
-        SeamError: if a class has no such method.
     """
     installed = []
     with ExitStack() as undo:

@@ -1,12 +1,11 @@
-"""Which term of a loss is off when a batch is split: its part of the gradient, its divisor and its line of code."""
+"""Which term of a loss is off when a batch is split: its part of the gradient, and its line of code."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,82 +19,50 @@ _CALLER = "_losses"
 #: Most characters of a line of code that are shown.
 _WIDEST = 100
 
-#: The lines of code that make a term, from the loss function down.
+#: The lines of code that make a term, from the loss function down; empty: torch's own alone.
 Lines = tuple[str, ...]
 
 
-class TermShare(NamedTuple):
-    """The part in one micro-batch of a term, or of all terms of the same lines."""
+def by_lines(losses: Iterable[tuple[Tensor, Callable[[], Tensor]]]) -> dict[Lines, Tensor]:
+    """The gradient of all terms of the same lines, which anomaly detection has recorded, over some micro-batches.
 
-    lines: Lines  # those that make it; empty: torch's own alone
-    scale: float | None  # product of its factors, times the micro-batch's weight; None: several terms, or unreadable
-    gradient: Tensor  # of these terms alone, in one vector
-
-
-def shares(loss: Tensor, weight: float, gradient: Callable[[], Tensor]) -> list[TermShare]:
-    """The terms of the loss of one micro-batch by their lines, which anomaly detection has recorded."""
-    terms, by_lines = read(loss, deep=True), dict[Lines, list[Term]]()
-    for term in terms:
-        by_lines.setdefault(tuple(_lines(term.leaf.metadata.get("traceback_", []))), []).append(term)
-    return [TermShare(lines, _scale(its, weight), _alone(its, terms, gradient)) for lines, its in by_lines.items()]
-
-
-def blame(
-    whole: Sequence[Sequence[TermShare]], parts: Sequence[Sequence[TermShare]], tolerance: float
-) -> tuple[str, ...]:
-    """One line for each term of the loss: off, and why, or right."""
-    full, found = dict[Lines, list[TermShare]](), dict[Lines, list[TermShare]]()
-    for looks, terms in ((whole, full), (parts, found)):
-        for each in (share for look in looks for share in look):
-            terms.setdefault(each.lines, []).append(each)
-    least = max(float(_sum(each).norm()) for each in full.values()) * tolerance
-    return tuple(_verdict(_shown(each), full.get(each, []), found.get(each, []), least) for each in {**full, **found})
+    Args:
+        losses: that of each micro-batch, and what takes its gradient, in one vector.
+    """
+    found = dict[Lines, Tensor]()
+    for loss, gradient in losses:
+        terms, groups = read(loss), dict[Lines, list[Term]]()
+        for term in terms:
+            groups.setdefault(tuple(_lines(term.leaf.metadata.get("traceback_", []))), []).append(term)
+        for lines, its in groups.items():
+            alone = _alone(its, terms, gradient)
+            found[lines] = found[lines] + alone if lines in found else alone
+    return found
 
 
-def _verdict(where: str, full: Sequence[TermShare], parts: Sequence[TermShare], least: float) -> str:
-    expected, got = _sum(full), _sum(parts)
+def blame(whole: Mapping[Lines, Tensor], parts: Mapping[Lines, Tensor], tolerance: float) -> tuple[str, ...]:
+    """One line for each term of the loss: off, and by how much, or right."""
+    least = max(float(each.norm()) for each in whole.values()) * tolerance
+    return tuple(_verdict(_shown(each), whole.get(each), parts.get(each), least) for each in {**whole, **parts})
+
+
+def _verdict(where: str, expected: Tensor | None, got: Tensor | None, least: float) -> str:
+    if expected is None or not expected.any():
+        return f"off: {where}: only micro-batches have this term"
+    got = torch.zeros_like(expected) if got is None else got
     difference, square = float((got - expected).norm()), float(expected.square().sum())
     if difference <= least:
         return f"right: {where}"
-    if not full or not square:
-        return f"off: {where}: only micro-batches have this term"
     ratio = float((got * expected).sum()) / square
     parallel = difference**2 - (ratio - 1) ** 2 * square <= 1e-6 * square
     size = f"{ratio:.4g} times the full batch's" if parallel else f"relative error {difference / square**0.5:.2g}"
-    return f"off: {where}: {size}; {_why([each.scale for each in full], [each.scale for each in parts])}"
-
-
-def _why(full: Sequence[float | None], parts: Sequence[float | None]) -> str:
-    """What a term's divisors tell."""
-    whole, known = full[0], [each for each in parts if each]
-    if not whole or not known or None in parts:
-        return "its divisor cannot be read, as where its line makes several terms"
-    if all(math.isclose(each, whole, rel_tol=1e-5) for each in known):
-        return "its divisor is right, so its elements depend on the micro-batch, as by a mean or a norm of its samples"
-    shown = ", ".join(f"{1 / each:.6g}" for each in known[:6]) + (", ..." if known[6:] else "")
-    same = all(math.isclose(each, known[0], rel_tol=1e-5) for each in known)
-    what = "another constant" if same else "a local divisor"
-    return f"divided by {1 / whole:.6g} in the full batch, by {shown} in the micro-batches: {what}"
-
-
-def _sum(shares: Sequence[TermShare]) -> Tensor:
-    return sum((each.gradient for each in shares), torch.zeros(1, dtype=torch.float64))
+    return f"off: {where}: {size}"
 
 
 def _shown(lines: Lines) -> str:
     """The outermost and the two innermost lines of code of a term."""
     shown = [*dict.fromkeys([*lines[:1], *lines[-2:]])] or ["the terms together"]
     return " > ".join(each if len(each) < _WIDEST else f"{each[:_WIDEST]}..." for each in shown)
-
-
-def _scale(terms: Sequence[Term], weight: float) -> float | None:
-    if len(terms) > 1 or not terms[0].readable or any(each.learnt for each in terms[0].factors):
-        return None
-    return weight * math.prod(_inverse(float(f.value)) if f.divides else float(f.value) for f in terms[0].factors)
-
-
-def _inverse(value: float) -> float:
-    return 1 / value if value else math.inf
 
 
 def _alone(its: Sequence[Term], terms: Sequence[Term], gradient: Callable[[], Tensor]) -> Tensor:

@@ -101,8 +101,8 @@ def _judged(blank: SplitResult, split: SceneSplit, reference: Reference, run: Dr
     if lost:
         words = f"{run.steps_run} of {count} micro-batches were trained on"
         return replace(result, verdict=off_by(error, words), defects=(_LOST,))
-    why = explain(split, reference, run.gradient, router, result.loss_ratio or math.nan)
-    return replace(result, verdict=off_by(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
+    words, defects = explain(split, reference, run.gradient, router, result.loss_ratio or math.nan)
+    return replace(result, verdict=off_by(error, words), defects=tuple(dict.fromkeys(defects)))
 
 
 def _hidden_factor(reference: Reference, least: float) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import transformers
@@ -38,11 +38,8 @@ _ABOUT: Final = {
 }
 
 
-class Explanation(NamedTuple):
-    """The cause of a wrong gradient, and the defects of the installed release that are."""
-
-    words: str
-    defects: tuple[str, ...] = ()
+#: The cause of a wrong gradient, in words, and the defects of the installed release that are.
+Explanation: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 class _Facts(NamedTuple):
@@ -78,10 +75,10 @@ def explain(
     """
     if not torch.isfinite(dots(gradient)).all():
         if not all(split.items()):
-            return Explanation("not finite, as a micro-batch has no target", ("window-without-items-is-nan",))
-        return Explanation("not finite, an overflow")
+            return "not finite, as a micro-batch has no target", ("window-without-items-is-nan",)
+        return "not finite, an overflow", ()
     if router is None and split.narrow and relative(gradient, split.averaged(split.parts())) <= reference.tolerance:
-        return Explanation(rounding(split))
+        return rounding(split), ()
     precision = min(max(NEAR * reference.tolerance, _NEAREST), WIDEST)
     facts = _facts(split, logged, precision)
     inherent = _inherent(split, reference)
@@ -90,9 +87,9 @@ def explain(
         if rest <= precision:
             if not name:
                 return _of_router(factor, aux[0], facts) if aux else _of_factor(factor, facts)
-            cause = _of_means(name, factor, facts)
-            return Explanation(f"{cause.words}; {inherent}", cause.defects) if inherent and name == _MEANS else cause
-    return Explanation(inherent or "no known cause")
+            words, defects = _of_means(name, factor, facts)
+            return f"{words}; {inherent}" if inherent and name == _MEANS else words, defects
+    return inherent or "no known cause", ()
 
 
 def rounding(split: SceneSplit) -> str:
@@ -135,16 +132,16 @@ def _of_factor(factor: float, facts: _Facts) -> Explanation:
         if not set(defect.factors).isdisjoint(symbols) and name in _CONDITIONS and facts.holds(_CONDITIONS[name])
     )
     by_head = {Factor.G, Factor.G_W} & set(symbols) and facts.holds(f"{_ANY_HEAD} {_HEAD}")
-    return Explanation(words, (_ANY_HEAD,) if by_head and not found else found)
+    return words, (_ANY_HEAD,) if by_head and not found else found
 
 
 def _of_means(name: str, factor: float, facts: _Facts) -> Explanation:
     """Explain a multiple of a mean of means."""
     words, here = _MEANS_IN_WORDS[name], (name,) if name in _PRESENT else ()
     if abs(factor - 1) <= facts.precision:
-        return Explanation(words, here)
-    times = _of_factor(factor, facts)
-    return Explanation(f"{times.words}, and the {words}", (*times.defects, *here))
+        return words, here
+    times, defects = _of_factor(factor, facts)
+    return f"{times}, and the {words}", (*defects, *here)
 
 
 def _of_router(main: float, router: float, facts: _Facts) -> Explanation:
@@ -153,9 +150,9 @@ def _of_router(main: float, router: float, facts: _Facts) -> Explanation:
     words = f"aux loss times {_in_words(symbols[0]).removesuffix(' times') if symbols else f'{router:.4g}'}"
     named = tuple(name for name, defect in _PRESENT.items() if Factor.ROUTER in defect.factors)
     if abs(main - 1) <= facts.precision:
-        return Explanation(words, named)
-    rest = _of_factor(main, facts._replace(traits=facts.traits - {"right-log"}))
-    return Explanation(f"{words}, the rest {rest.words}", (*named, *rest.defects))
+        return words, named
+    rest, defects = _of_factor(main, facts._replace(traits=facts.traits - {"right-log"}))
+    return f"{words}, the rest {rest}", (*named, *defects)
 
 
 def _facts(split: SceneSplit, logged: float, precision: float) -> _Facts:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.verification.blamed_terms import TermShare, blame, shares
+from hf_accum_fix.verification.blamed_terms import Lines, blame, by_lines
 
 Combine = Literal["sum", "mean"]
 
@@ -133,7 +133,7 @@ def split_invariance(
         return SplitReport(len(layouts), (), limit)
     # The fewest micro-batches show it best.
     shown = min(off, key=lambda each: (len(each[0].sizes), -each[1]))[0]
-    terms = blame(runs.shares(Layout((runs.samples,))), runs.shares(shown), limit)
+    terms = blame(runs.by_lines(Layout((runs.samples,))), runs.by_lines(shown), limit)
     return SplitReport(len(layouts), tuple(off), limit, (f"at {shown} samples:", *terms))
 
 
@@ -165,10 +165,10 @@ class _Runs:
         """The gradient that the optimizer gets, in one vector, float64."""
         return sum((self._vector(*each) for each in self._losses(layout)), torch.zeros((), dtype=torch.float64))
 
-    def shares(self, layout: Layout) -> list[list[TermShare]]:
-        """The part of each term in the gradient, by micro-batch."""
+    def by_lines(self, layout: Layout) -> dict[Lines, Tensor]:
+        """The part of each term in the gradient."""
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
-            return [shares(each[0], each[1], partial(self._vector, *each)) for each in self._losses(layout)]
+            return by_lines((each[0], partial(self._vector, *each)) for each in self._losses(layout))
 
     def _losses(self, layout: Layout) -> Iterator[tuple[Tensor, float, dict[str, Tensor], int]]:
         """The loss of each micro-batch, its weight in the sum of all, its leaves and its first row."""

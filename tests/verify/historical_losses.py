@@ -64,7 +64,6 @@ class History:
         issue: where it is described.
         wrong, right: the loss.
         line: part of the line of the term that is off.
-        why: part of what is said of it.
         how: arguments of `assert_split_invariant`.
     """
 
@@ -72,7 +71,6 @@ class History:
     wrong: LossFn
     right: LossFn
     line: str
-    why: str
     how: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -123,10 +121,10 @@ def _prime_rank(rows: Rows, window: WholeBatch) -> Tensor:
 _RANKS = {"ranks": (1, 2, 3)}
 _MEAN = {"over_micro_batches": "mean", **_RANKS}
 HISTORY = (
-    History("huggingface/trl grpo_trainer.py 1.16.0, bnpo", _trl_bnpo, _by_window, "policy(rows) /", "a local", _RANKS),
-    History("modelscope/ms-swift#10117", _by_window, _swift_dapo_right, "policy(rows) /", "another constant", _MEAN),
-    History("verl-project/verl#6957", _verl_critic, _verl_critic_right, "critic = ", "a local", _RANKS),
-    History("NVIDIA-NeMo/RL#3791", _nemo_nll, _nemo_nll_right, "loss - 0.1", "a local", _RANKS),
+    History("huggingface/trl grpo_trainer.py 1.16.0, bnpo", _trl_bnpo, _by_window, "policy(rows) /", _RANKS),
+    History("modelscope/ms-swift#10117", _by_window, _swift_dapo_right, "policy(rows) /", _MEAN),
+    History("verl-project/verl#6957", _verl_critic, _verl_critic_right, "critic = ", _RANKS),
+    History("NVIDIA-NeMo/RL#3791", _nemo_nll, _nemo_nll_right, "loss - 0.1", _RANKS),
     # Right on one rank, wrong on two.
-    History("PrimeIntellect-ai/prime-rl#2358", _prime_rank, _by_window, "policy(rows) /", "a local", {"ranks": (2, 3)}),
+    History("PrimeIntellect-ai/prime-rl#2358", _prime_rank, _by_window, "policy(rows) /", {"ranks": (2, 3)}),
 )
