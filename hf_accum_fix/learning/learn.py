@@ -224,7 +224,7 @@ def _judge(
     first = _with_common_floors([terms[0] for terms in its if terms])
     of_samples = place is None and all(its) and _are_rows(its, compared)
     # What is sorted within each sample selects none of them.
-    first = [replace(each, sorts=each.sorts and not of_samples) for each in first]
+    first = [replace(each, sorts=each.sorts and not of_samples and not each.rows) for each in first]
     whole, one_sum = first[0], place is None and all(its) and _are_one_sum(its)
     term = Judged(TermSpec(whole.shape, place, How.PLAIN), first, values)
     if not all(its) or (place is None and not one_sum and not of_samples):

@@ -170,7 +170,7 @@ def _reduced(node: Any, does: str, way: _Way, *, deep: bool) -> tuple[list[Term]
     if over_elements and (number := nodes.number_below(edge, does)) is not None:
         return [], [(number, way)]
     # A selection depends on all elements; a dot product multiplies numbers of which each may be a term.
-    hides = edge[0] if nodes.does(edge[0]) == "choose" else None
+    hides = edge[0] if nodes.does(edge[0]) == "choose" and nodes.chooses_rows(edge[0]) else None
     hides = node if does == "dot" and (others or _holds_stack(edge[0])) else hides
     if hides is not None:
         return [_unread(way, node, hides)], []

@@ -118,6 +118,12 @@ def does(node: Any) -> str:
     return ROWS.get(kind_of(node), "")
 
 
+def chooses_rows(node: Any) -> bool:
+    """Whether a selection is among the rows of a tensor, or all elements; else it is within each row."""
+    axes, dim = len(node._saved_self_sym_sizes), int(node._saved_dim)
+    return axes < 2 or (dim - 2**64 if dim >= 2**63 else dim) % axes == 0
+
+
 def is_parameter(node: Any) -> bool:
     """Whether a node adds to the gradient of a leaf tensor."""
     return type(node).__name__ == "AccumulateGrad"

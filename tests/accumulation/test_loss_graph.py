@@ -128,7 +128,8 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "numbers added to every element": (lambda x: (x.each + 2 * x.ce).mean(), "Mean /[6] + NllLoss *2 /[4]"),
     "numbers taken from every element": (lambda x: (x.each - x.ce).mean(), "Mean /[6] + NllLoss *-1 /[4]"),
     "the largest": (lambda x: x.each.topk(2).values.mean(), "Topk?"),
-    "the second largest": (lambda x: x.logits.kthvalue(2).values.mean(), "Kthvalue?"),
+    "the second largest": (lambda x: x.logits.kthvalue(2, dim=0).values.mean(), "Kthvalue?"),
+    "the second largest of each row": (lambda x: x.logits.kthvalue(2).values.mean(), "Mean /[6]"),
     "smoothed": (
         lambda x: F.cross_entropy(x.logits, TARGETS, label_smoothing=0.1),
         "NllLoss *0.9 /[4] + Sum *0.025 /4",

@@ -108,7 +108,7 @@ def lovasz(s: Seen) -> Tensor:
         union = labels.sum() + (1 - labels[order]).cumsum(0)
         jaccard = 1 - (labels.sum() - labels[order].cumsum(0)) / union
         losses.append(torch.dot(F.relu(errors), torch.cat([jaccard[:1], jaccard.diff()])))
-    return sum(losses) / len(losses)
+    return torch.stack(losses).mean() + 0.1 * sum(losses) / len(losses)
 
 
 def giou(s: Seen) -> Tensor:
@@ -172,6 +172,7 @@ SIXES: dict[str, Loss] = {
     "LovaszSoftmax/per-image": lovasz,
     "MAE/patches": lambda s: mean(error(s) ** 2, found(s)),
     "ActionFormer/giou": giou,
+    "HRNet/hard-joints": lambda s: (error(s).view(-1, 2, 3) ** 2).topk(2, dim=-1).values.mean(),
     "YOLOv5/objects": lambda s: 0.05 * (1 - s.logits[found(s) > 0].tanh()).mean() + bce(s),
     "HRNet/joints": lambda s: 0.5 * F.mse_loss(s.logits.mul(found(s)), wanted(s).mul(found(s))),
     "diffusers/epsilon": lambda s: F.mse_loss(s.logits, wanted(s), reduction="mean"),
