@@ -1,4 +1,4 @@
-"""The promise on a GPU: heads at four cuts, in three precisions; the kernels a step may run by; options and verify()."""
+"""The promise on a GPU: heads at four cuts, in three precisions; kernels a step may run by; options and verify()."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class LeavesOut(Recorder):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.entered += 1
-        if self.entered == 32 == self.place + 1:
+        if self.entered == 32 and self.place == 31:
             return torch.zeros(())
         try:
             return super().training_step(*args, **kwargs)
