@@ -22,7 +22,6 @@ from tests.ranks import on_ranks
 
 #: A head that drops the number, which stock trains wrong, through each engine.
 HEAD = "llama-classification"
-ZERO = ("deepspeed-zero-2", "deepspeed-zero-3")
 
 
 def rows_of(device: str, cases: Sequence[str]) -> list[dict[str, Any]]:
@@ -63,10 +62,6 @@ def row(case: str, device: str, ranks: int) -> dict[str, Any]:
     return row
 
 
-def found(engines: tuple[str, ...], ranks: int, device: str) -> list[dict[str, Any]]:
-    return on_ranks(rows_of, device, engines, ranks=ranks, group=False)[0]
-
-
 def assert_exact(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert "raised" not in row, row["raised"]
@@ -75,27 +70,23 @@ def assert_exact(rows: list[dict[str, Any]]) -> None:
         assert max(row["apply 1x4"], row["apply 2x2"]) <= 2 * row["floor"] + 1e-6, row
 
 
-@pytest.mark.timeout(300)
-def test_fsdp2_on_one_rank(device: str) -> None:
-    assert_exact(found(("fsdp2-launched",), 1, device))
+NEEDS = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
-def test_zero_on_one_rank(device: str) -> None:
-    assert_exact(found(ZERO, 1, device))
-
-
-@pytest.mark.timeout(300)
-def test_two_ranks_share_one_device(device: str) -> None:
-    assert_exact(found(("ddp",), 2, device))
-
-
-@pytest.mark.timeout(300)
-def test_two_ranks_of_fsdp2_share_one_device(device: str) -> None:
+@pytest.mark.parametrize(
+    ("engines", "ranks"),
+    [
+        (("fsdp2-launched",), 1),
+        pytest.param(("deepspeed-zero-2", "deepspeed-zero-3"), 1, marks=NEEDS),
+        (("ddp",), 2),
+        (("fsdp2-launched",), 2),
+    ],
+)
+def test_an_engine_on_one_device(engines: tuple[str, ...], ranks: int, device: str) -> None:
     """gloo knows not every collective of a GPU; where it does not, that is the reason of the skip."""
-    rows = found(("fsdp2-launched",), 2, device)
+    rows = on_ranks(rows_of, device, engines, ranks=ranks, group=False)[0]
     raised = rows[0].get("raised", "").strip().rpartition("\n")[2]
-    if device == "cuda" and ("gloo" in raised.lower() or "not support" in raised.lower()):
+    if device == "cuda" and ranks == 2 and ("gloo" in raised.lower() or "not support" in raised.lower()):
         pytest.skip(f"needs collectives that gloo has not: {raised}")
     assert_exact(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
-from torch import nn
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.backends.rows import zero
 from tests.backends.trajectory import fresh_state, unset_hf_deepspeed_config, without_compiling
-from tests.precision.gradients import Bigram, Gradient, batch, error, llama, reference, samples
+from tests.precision.gradients import Gradient, batch, error, llama, reference, samples
 from tests.precision.test_gradients import NOISE
 from tests.ranks import on_ranks
 
@@ -31,12 +30,9 @@ CASES = (
     *(("nothing", "parameter"), ("nothing", "float32"), ("adds", "parameter"), ("adds", "float32")),
     ("adds and reduces", "compensated"),
 )
-FINE = (CASES[0], CASES[3])
 
 
-def step(
-    build: Callable[[], nn.Module], rows: Sequence[dict[str, Any]], stage: int, told: str, steps: int, asked: str
-) -> Gradient:
+def step(rows: Sequence[dict[str, Any]], stage: int, told: str, steps: int, asked: str) -> Gradient:
     """What one step of SGD, rate 1, takes off the float32 weights that DeepSpeed keeps."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -51,7 +47,7 @@ def step(
     mine = rows[dist.get_rank() :: 2]
     size = len(mine) // steps
     loader = [batch(mine[start : start + size]) for start in range(0, len(mine), size)]
-    model: Any = build().bfloat16()
+    model: Any = llama().bfloat16()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = live.prepare(model, optimizer)
 
@@ -71,17 +67,15 @@ def step(
     return {name: before[name] - after[name] for name in before}
 
 
-def rows_of(many: int, stages: Sequence[int]) -> dict[tuple[int, str, str], dict[Any, Any]]:
+def rows_of() -> dict[tuple[int, str, str], dict[Any, Any]]:
     """On each rank: errors of the step by stage, and what it is reduced in."""
-    # Few enough operations for 1,024 micro-batches.
-    build, data = (llama, samples(128)) if many < 64 else (Bigram, samples(2 * many))
-    wanted = reference(build().bfloat16(), data)
-    rows = {}
-    for stage, (told, asked) in product(stages, CASES if many < 64 else FINE):
+    data, rows = samples(128), {}
+    wanted = reference(llama().bfloat16(), data)
+    for stage, (told, asked) in product(range(4), CASES):
         row: dict[Any, Any] = {}
         try:
-            for steps in (1, many) if asked == "parameter" else (many,):
-                row[steps] = error(step(build, data, stage, told, steps, asked), wanted)
+            for steps in (1, 32) if asked == "parameter" else (32,):
+                row[steps] = error(step(data, stage, told, steps, asked), wanted)
             row["reduced_in"] = hf_accum_fix.report().to_dict()["runs"][-1]["reduced_in"]
         except Exception as raised:
             row["raised"] = f"{type(raised).__name__}: {raised}"
@@ -91,12 +85,7 @@ def rows_of(many: int, stages: Sequence[int]) -> dict[tuple[int, str, str], dict
 
 @pytest.fixture(scope="module")
 def rows() -> Any:
-    return on_ranks(rows_of, 32, (0, 1, 2, 3))[0]
-
-
-@pytest.fixture(scope="module")
-def fine() -> Any:
-    return on_ranks(rows_of, 512, (1, 2, 3))[0]
+    return on_ranks(rows_of)[0]
 
 
 @pytest.mark.deepspeed
@@ -107,14 +96,6 @@ def test_float32_is_deepspeeds_own(stage: int, rows: Any) -> None:
         assert 0 < rows[stage, told, asked][32] <= NOISE * rounded[1] < rounded[32]
         reduced = "float32" if "reduces" in told else "bfloat16"
         assert rows[stage, told, asked]["reduced_in"] == [reduced]
-
-
-@pytest.mark.deepspeed
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_so_is_that_of_1024_micro_batches(stage: int, fine: Any) -> None:
-    rounded = fine[stage, "nothing", "parameter"]
-    assert 0 < fine[stage, "adds", "float32"][512] <= NOISE * rounded[1] < rounded[512] / 10
 
 
 @pytest.mark.deepspeed
