@@ -185,8 +185,7 @@ def _are_one_sum(seen: Triple) -> bool:
 def _are_rows(its: Triple, compared: Comparison) -> bool:
     """Whether the number of terms is proportional to the samples: then they are rows of one mean or sum."""
     (whole, one, other), samples = map(len, its), [each.samples for each in compared.looks]
-    by_sample = one % samples[1] == 0 and one * samples[0] == whole * samples[1]
-    return whole == one + other and by_sample
+    return whole == one + other and one % samples[1] == 0 and one * samples[0] == whole * samples[1]
 
 
 def _with_values(
@@ -327,10 +326,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return mean.but("its micro-batches are of several widths and cannot be joined; it may be a mean over padding")
     if not compared.split.apart and (rules or whole.divides):
         return mean
-    if whole.rows and any(
-        seen.rows * compared.whole.samples != whole.rows * look.samples
-        for seen, look in zip(term.seen, compared.looks, strict=True)
-    ):
+    samples = [(seen.rows, look.samples) for seen, look in zip(term.seen, compared.looks, strict=True)]
+    if whole.rows and any(rows * samples[0][1] != whole.rows * n for rows, n in samples):
         return term.but("it is a mean over elements of a sample, not over the samples")
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)
