@@ -326,8 +326,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return mean.but("its micro-batches are of several widths and cannot be joined; it may be a mean over padding")
     if not compared.split.apart and (rules or whole.divides):
         return mean
-    samples = [(seen.rows, look.samples) for seen, look in zip(term.seen, compared.looks, strict=True)]
-    if whole.rows and any(rows * samples[0][1] != whole.rows * n for rows, n in samples):
+    pairs = zip(term.seen, compared.looks, strict=True)
+    if whole.rows and any(seen.rows * compared.whole.samples != whole.rows * look.samples for seen, look in pairs):
         return term.but("it is a mean over elements of a sample, not over the samples")
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)
