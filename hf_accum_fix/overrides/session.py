@@ -116,11 +116,9 @@ class Session(Host):
             cutting.complete_shards(self, batches)
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
-        if window is None:
-            return None
-        if self.world.cuts_samples:
+        if window is not None and self.world.cuts_samples:
             cutting.check_shift(self)
-        if len(batches) > self.steps:
+        if window is not None and len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",
                 f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
