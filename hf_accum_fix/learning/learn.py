@@ -227,8 +227,9 @@ def _judge(
     whole, one_sum = first[0], place is None and all(its) and _are_one_sum(its)
     term = Judged(TermSpec(whole.shape, place, How.PLAIN), first, values)
     if not all(its) or (place is None and not one_sum and not of_samples):
-        numbers = "{}, {} and {}".format(*map(len, its))
-        return term.but(f"the loss has {numbers} terms {whole.name} in a batch and its parts", Cause.TERMS, place=0)
+        a, b, c = map(len, its)
+        words = f"the loss has {a}, {b} and {c} terms {whole.name} in a batch and its parts"
+        return term.but(words, Cause.TERMS, place=0)
     if whole.router:
         return term.but(how=How.ROUTER)
     columns = [*enumerate(zip(*(each.numbers for each in first), strict=True))]
