@@ -105,9 +105,7 @@ class Items:
 
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a micro-batch has the counted input."""
-        if not self.keys or isinstance(inputs, ZeroWeightBatch):
-            return True
-        return inputs.get(self.keys[0]) is not None
+        return not self.keys or isinstance(inputs, ZeroWeightBatch) or inputs.get(self.keys[0]) is not None
 
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """Boolean tensor shaped like the counted input: which of its positions are targets.

@@ -185,8 +185,7 @@ def _are_one_sum(seen: Triple) -> bool:
 def _are_rows(its: Triple, compared: Comparison) -> bool:
     """Whether the number of terms is proportional to the samples: then they are rows of one mean or sum."""
     (whole, one, other), samples = map(len, its), [each.samples for each in compared.looks]
-    by_sample = one % samples[1] == 0 and one * samples[0] == whole * samples[1]
-    return whole == one + other and by_sample
+    return whole == one + other and one % samples[1] == 0 and one * samples[0] == whole * samples[1]
 
 
 def _with_values(
@@ -228,8 +227,9 @@ def _judge(
     whole, one_sum = first[0], place is None and all(its) and _are_one_sum(its)
     term = Judged(TermSpec(whole.shape, place, How.PLAIN), first, values)
     if not all(its) or (place is None and not one_sum and not of_samples):
-        numbers = "{}, {} and {}".format(*map(len, its))
-        return term.but(f"the loss has {numbers} terms {whole.name} in a batch and its parts", Cause.TERMS, place=0)
+        a, b, c = map(len, its)
+        words = f"the loss has {a}, {b} and {c} terms {whole.name} in a batch and its parts"
+        return term.but(words, Cause.TERMS, place=0)
     if whole.router:
         return term.but(how=How.ROUTER)
     columns = [*enumerate(zip(*(each.numbers for each in first), strict=True))]
@@ -327,10 +327,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return mean.but("its micro-batches are of several widths and cannot be joined; it may be a mean over padding")
     if not compared.split.apart and (rules or whole.divides):
         return mean
-    if whole.rows and any(
-        seen.rows * compared.whole.samples != whole.rows * look.samples
-        for seen, look in zip(term.seen, compared.looks, strict=True)
-    ):
+    pairs = zip(term.seen, compared.looks, strict=True)
+    if whole.rows and any(seen.rows * compared.whole.samples != whole.rows * look.samples for seen, look in pairs):
         return term.but("it is a mean over elements of a sample, not over the samples")
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)

@@ -18,18 +18,10 @@ from hf_accum_fix.counting.items import Items
 from hf_accum_fix.coupled.coupled_loss import planned
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines import model as of_model
+from hf_accum_fix.engines import sample_shards as cutting
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.engines.ranks import World
-from hf_accum_fix.engines.sample_shards import (
-    SHIFTED,
-    attention_over_ranks,
-    check_shift,
-    compare_samples,
-    complete_shards,
-    cut_whole,
-    is_cut,
-)
 from hf_accum_fix.engines.watched import add_up, own_hooks
 from hf_accum_fix.errors import AccumFixError, ContractError
 from hf_accum_fix.learning.contract import LossContract, Reduction
@@ -78,7 +70,7 @@ class Session(Host):
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         self.coupled, options = planned(options)
         args, ranks, shards = trainer.args, facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
-        cut = is_cut(trainer.accelerator)
+        cut = cutting.is_cut(trainer.accelerator)
         world = World(args.process_index, args.world_size, ranks, shards, args.device, cut)
         super().__init__(options, world, has_stock=True)
         self.name, self.trainer, self.accelerator = type(trainer).__name__, trainer, trainer.accelerator
@@ -117,18 +109,16 @@ class Session(Host):
         """Count the window that is about to run, or raise the ``error`` of fetching it; None: it trains as stock."""
         batches = [each for each in batches if not isinstance(each, PlaceholderBatch)]
         if self.context_parallel:
-            compare_samples(self, batches)
+            cutting.compare_samples(self, batches)
             for each in batches:
-                cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
+                cutting.cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
         if self.world.cuts_samples:
-            complete_shards(self, batches)
+            cutting.complete_shards(self, batches)
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
-        if window is None:
-            return None
-        if self.world.cuts_samples:
-            check_shift(self)
-        if len(batches) > self.steps:
+        if window is not None and self.world.cuts_samples:
+            cutting.check_shift(self)
+        if window is not None and len(batches) > self.steps:
             self.warn_inexact(
                 "more micro-batches",
                 f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
@@ -154,7 +144,7 @@ class Session(Host):
         if self.source.owns_labels:
             labels = inputs.pop("labels", None)
             # Those of cut samples were shifted before.
-            labels = inputs.get(SHIFTED, labels) if self.world.cuts_samples else labels
+            labels = inputs.get(cutting.SHIFTED, labels) if self.world.cuts_samples else labels
         with own_counts(given) if self.world.size > 1 else nullcontext():
             outputs = self.model_outputs(model, inputs, number)
             if (past := getattr(trainer.args, "past_index", -1)) >= 0:
@@ -192,7 +182,7 @@ class Session(Host):
             return self.unscaled_loss(model, inputs, None)
 
         inputs = self.trainer._prepare_inputs(inputs)
-        attention = attention_over_ranks(self.accelerator, inputs) if self.context_parallel else nullcontext
+        attention = cutting.attention_over_ranks(self.accelerator, inputs) if self.context_parallel else nullcontext
         with self.trainer.compute_loss_context_manager(), attention():
             if custom is None:
                 return self.unscaled_loss(model, inputs, number)
@@ -287,7 +277,7 @@ class Session(Host):
             return replace(setting, doubt=doubt)
         # One part of a sample shows no count.
         doubt = "a router loss is added to smoothed labels" if any(router_coefficients(bare)) else doubt
-        return LossContract(Reduction.MEAN, Items((SHIFTED,)), doubt=doubt, reason=doubt)
+        return LossContract(Reduction.MEAN, Items((cutting.SHIFTED,)), doubt=doubt, reason=doubt)
 
 
 def session_of(trainer: TrainerLike, options: Options, *, new: bool = False) -> Session:

@@ -340,13 +340,10 @@ def check_step(session: Session, optimizer: Optimizer, *_: Any) -> None:
         outer = vars(outer).get("optimizer")
     if outer is None:
         return
+    refuses = session.steps * session.world.size > 1 and not session.state.told.troubled
     if window is not None and (window.value is not None or not window.batches):
         _close_unfinished(session)
-    elif (
-        not session.state.told.troubled
-        and session.steps * session.world.size > 1
-        and any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-    ):
+    elif refuses and any(each.grad is not None for group in optimizer.param_groups for each in group["params"]):
         raise SeamError(
             "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
             "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "

@@ -222,11 +222,10 @@ def _inner(edge: Edge) -> Iterator[Factor]:
             edge = live_edges(node)[0]
             yield Factor(float(node._saved_self_sym_numel) / math.prod(shape_of(node)), divides=True)
             continue
-        try:
+        steps = None
+        # What was not saved is no single number.
+        with suppress(NotSavedError):
             steps = nodes.steps(node, output, does) if does in ("pass", "factor") else None
-        except NotSavedError:
-            # No single number.
-            return
         if steps is None:
             return
         [(edge, its)] = steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +30,7 @@ _NODES = {
     "choose": "Topk Kthvalue",
 }
 #: What each node does.
-ROWS: Mapping[str, str] = MappingProxyType({name: does for does, names in _NODES.items() for name in names.split()})
+ROWS: Mapping[str, str] = {name: does for does, names in _NODES.items() for name in names.split()}
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
 #: Most nodes of a learnt factor (exp(-s)), and between a number and a tensor of one element.
 _MOST_NODES = 32

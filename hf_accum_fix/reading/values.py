@@ -70,12 +70,10 @@ class Values(TorchFunctionMode):
         given = (*args, *kwargs.values()) if name in (*_FLOORS, *_COMPARES) and kwargs.get("max") is None else ()
         # No ceiling.
         given = given[:2] if [*given[2:]] == [None] else given
-        ranks = sorted(
-            (self._rank(each), at) for at, each in enumerate(given) if getattr(each, "dtype", None) is not torch.bool
-        )
-        if len(ranks) != 2 or not 0 < ranks[0][0] < ranks[1][0] > 1:
+        pair = sorted((each for each in given if getattr(each, "dtype", None) is not torch.bool), key=self._rank)
+        if len(pair) != 2 or not 0 < self._rank(pair[0]) < self._rank(pair[1]) > 1:
             return (None, None) if name in _MAKES else None
-        by, count = (given[at] for _, at in ranks)
+        by, count = pair
         # A larger one is part of the count; one that rounding drops keeps nothing but zero from it.
         if "add" in name and not (isinstance(by, (int, float)) and abs(by) < 1e-2):
             return None

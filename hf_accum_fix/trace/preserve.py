@@ -298,8 +298,7 @@ def _remove_fsdp_hooks(model: nn.Module) -> None:
     """
     for module in model.modules():
         parameter: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
-        hooks = getattr(parameter, "_post_backward_hook_state", None)
-        if hooks is not None:
+        if (hooks := getattr(parameter, "_post_backward_hook_state", None)) is not None:
             hooks[-1].remove()
             del parameter._post_backward_hook_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,6 @@ from hf_accum_fix.reading.nodes import Floor, on_host
 
 #: A Python number, or a tensor of one element on the device.
 Number = Tensor | float
-
-
-class Count(NamedTuple):
-    """What one term of a micro-batch was divided by, and what that was planned to be."""
-
-    seen: Number
-    planned: Number
 
 
 @dataclass(eq=False)
@@ -39,12 +32,12 @@ class Part:
     #: prediction; else a mean is weighted by its rule's items.
     is_corrected: bool = True
     engine_divisor: int = 1  # the number that the engine divides a loss by
-    own: Mapping[Items | int | None, Tensor] = field(default_factory=dict)  # this rank's part of the totals
+    own: Mapping[Items | int, Tensor] = field(default_factory=dict)  # this rank's part of the totals
     #: how a micro-batch differed from the observed loss, in words; empty: it did not.
     changed: str = field(default="", init=False)
     mixed: bool = field(default=False, init=False)  # one had other terms
-    #: of each micro-batch, by the place of a `TermSpec`.
-    counts: dict[int, list[Count]] = field(default_factory=dict, init=False)
+    #: what each micro-batch divided a term by, and what that was planned to be, by the place of its `TermSpec`.
+    counts: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
     means: dict[int, Tensor] = field(default_factory=dict, init=False)  # as `mean_of` has found, by place
     #: the first micro-batch's constant factor of each term.
     constants: dict[int, float] = field(default_factory=dict, init=False)
@@ -126,12 +119,12 @@ class Part:
 
     def note(self, place: int, seen: Number, planned: Number) -> None:
         """Add the divisor of one term of a micro-batch, and what was planned; ``place``: of its `TermSpec`."""
-        self.counts.setdefault(place, []).append(Count(seen, planned))
+        self.counts.setdefault(place, []).append((seen, planned))
 
     @property
-    def latest(self) -> Mapping[int, Number]:
+    def latest(self) -> dict[int, Number]:
         """The divisors of the last micro-batch, by the place of their `TermSpec`."""
-        return {place: counts[-1].seen for place, counts in self.counts.items()}
+        return {place: seen for place, [*_, (seen, _)] in self.counts.items()}
 
     @property
     def counted(self) -> bool:
@@ -145,7 +138,7 @@ class Part:
         place = next(iter(self.counts))
         counts, spec = self.divisors(place).sum(1), self.contract.terms[place] if self.contract.terms else TermSpec(())
         # A copy of a micro-batch may have other targets than were counted; one that has other terms is none of these.
-        by_rule = self.own.get(spec.rule)
+        by_rule = None if spec.rule is None else self.own.get(spec.rule)
         planned = self.own.get(place, None if by_rule is None else scaled(by_rule, spec.ratio))
         if planned is None or len(self.counts[place]) < self.micro_batches:
             return counts

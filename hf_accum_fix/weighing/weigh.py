@@ -261,15 +261,11 @@ def _keep_finite(term: Term, count: Number, part: Part) -> None:
     """Zero the gradient through a mean over no items, which would be 0 / 0."""
     if not isinstance(count, Tensor) and count > 0:
         return
-
-    def zero(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        nothing = count == 0 if isinstance(count, Tensor) else True
-        return tuple(None if grad is None else _settled(grad, nothing) for grad in grads)
-
-    term.leaf.register_prehook(_guarded(zero, part))
+    zero = _hook(lambda grad: _settled(grad, count == 0 if isinstance(count, Tensor) else True), part)
+    term.leaf.register_prehook(zero)
     for node in term.learnt_nodes:
         # Only its outgoing gradients: other terms may have the same factor.
-        node.register_hook(_guarded(lambda grads, _: zero(grads), part))
+        node.register_hook(zero)
 
 
 def _hooked(loss: Tensor, weights: Sequence[_Weight], values: Values | None, part: Part) -> Weighed:
@@ -323,26 +319,22 @@ def _value(term: Term, values: Values | None) -> Tensor | None:
     return None if value is None else value.reshape(())
 
 
-def _scaled(weight: Number, part: Part) -> Any:
-    """A hook that divides a gradient."""
-
-    def divided(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else (each / _cast(weight, each)).to(each.dtype) for each in grads)
-
-    return _guarded(divided, part)
+def _scaled(weight: Number, part: Part) -> Callable[..., Any]:
+    """A hook that divides gradients."""
+    return _hook(lambda grad: (grad / _cast(weight, grad)).to(grad.dtype), part)
 
 
-def _guarded(hook: Callable[..., Any], part: Part) -> Callable[..., Any]:
-    """A hook whose failure leaves the gradient as it is, and is reported: a backward has to end."""
+def _hook(change: Callable[[Tensor], Tensor], part: Part) -> Callable[..., Any]:
+    """A hook that changes gradients; its failure leaves them as they are, and is reported: a backward has to end."""
 
-    def guarded(*grads: Any) -> Any:
+    def changed(grads: Sequence[Tensor | None], *_: Any) -> tuple[Tensor | None, ...] | None:
         try:
-            return hook(*grads)
+            return tuple(None if grad is None else change(grad) for grad in grads)
         except Exception as error:
             part.changed = f"weighting one of its terms failed ({type(error).__name__}: {error})"
             return None
 
-    return guarded
+    return changed
 
 
 def _cast(weight: Number, like: Tensor) -> Number:

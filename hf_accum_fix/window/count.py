@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +59,7 @@ def count_window(
     except BY_DESIGN as caught:
         (each, totals, others), error = nothing, error or caught
     items = [*totals, host.zero if number is None else torch.as_tensor(number).to(host.zero)]
-    asks = several and state.loss.reconsiders
-    told = replace(state.told, asks=asks, mixed=bool(others))
+    told = replace(state.told, asks=several and state.loss.reconsiders, mixed=bool(others))
     if several:
         items, told, routing = _exchange(host, len(batches), error, items, told, routing)
     elif error is not None:
@@ -83,7 +81,7 @@ def count_window(
     n: dict[Items | int, Tensor] = {**dict(zip(rules, items, strict=False))} or {Items(): host.zero}
     corrects = state.loss.takes_correction() or (host.world.data_ranks == 1 and host.corrects_alone)
     corrects, steps = corrects and not is_deepspeed(host.accelerator), max(len(batches), 1)
-    own: dict[Items | int | None, Tensor] = {**dict(zip(rules, totals, strict=True))}
+    own: dict[Items | int, Tensor] = {**dict(zip(rules, totals, strict=True))}
     part = Part(contract, n, steps, host.world.data_ranks, corrects, engine_divisor(host.accelerator), own)
     counted = Counted(part, each, None if number is None else items[-1])
     # On several ranks the others wait for this one until they hear of it, in the next window.
@@ -189,18 +187,15 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> 
         The part with N of each mean over items of its own, by its place; those of micro-batches are in their counts.
     """
     zero, part = host.zero, counted.part
+    own: dict[Items | int, Tensor]
     own = {at: zero for at, each in enumerate(part.contract.terms) if each.how is How.MEAN}
     if batches:
-        with (
-            host.run(batches) as run,
-            preserved_state(run.model, *run.others, leave=run.leave, sharded=run.sharded),
-        ):
+        with host.run(batches) as run, preserved_state(run.model, *run.others, leave=run.leave, sharded=run.sharded):
             for batch, its in zip(batches, counted.each, strict=True):
                 takes_number = part.contract.hands_number or (part.contract.custom and counted.number is not None)
                 divided = partial(_divisors, run, batch, part, its, takes_number=takes_number)
                 # A rank that fails joins the others' collective below, and tells them in the next window.
-                nothing: Mapping[int, Any] = {}
-                for place, divisor in host.contained("counting by forwards", divided, nothing).items():
+                for place, divisor in host.contained("counting by forwards", divided, dict[int, Any]()).items():
                     if place in own:
                         its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.world.device)
                         own[place] = own[place] + its[place]
@@ -208,12 +203,10 @@ def _count_by_forwards(host: Host, batches: Sequence[Any], counted: Counted) -> 
     if host.world.size > 1 and own:
         summed = host.summed(torch.stack([*own.values()])) * host.world.data_ranks / host.world.size
         by_place = dict(zip(own, summed.unbind(), strict=True))
-    return replace(
-        part, totals=dict(chain(part.totals.items(), by_place.items())), own=dict(chain(part.own.items(), own.items()))
-    )
+    return replace(part, totals={**part.totals, **by_place}, own={**part.own, **own})
 
 
-def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_number: bool) -> Mapping[int, Any]:
+def _divisors(run: LossRun, batch: Any, part: Part, items: Counts, *, takes_number: bool) -> dict[int, Any]:
     """What the terms of one micro-batch divide by, as `weigh` reads it."""
     as_read = replace(part, is_corrected=True)
     # Once more if it takes a gradient inside the forward, or its loss is checkpointed.

@@ -176,9 +176,8 @@ class Host(ABC):
 
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
         """The value of every rank, in order; the error of one is raised on all."""
-        return ranks.all_gather_or_raise(
-            value, error, rank=self.world.rank, world_size=self.world.size, gather=self.gather
-        )
+        place = {"rank": self.world.rank, "world_size": self.world.size}
+        return ranks.all_gather_or_raise(value, error, gather=self.gather, **place)
 
     @property
     def contract(self) -> LossContract | None:

@@ -110,7 +110,7 @@ def test_in_a_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its term stays as it is, so that the backward ends; no more than that can be said of the gradient."""
     with applied("apply"):
         whole = train(TWO_TERMS, CUT, tmp_path)
-    monkeypatch.setattr(weigh, "_scaled", lambda _, part: weigh._guarded(fails, part))
+    monkeypatch.setattr(weigh, "_scaled", lambda _, part: weigh._hook(fails, part))
     with applied("apply"):
         ours = train(TWO_TERMS, CUT, tmp_path)
     assert whole.exact and max(whole.errors) <= 1e-9 < max(ours.errors) < 1
