@@ -337,6 +337,9 @@ def _with_own_constants(
         terms = [*found.terms]
     scales = [ratio for spec in found.terms for ratio in spec.rules.values()]
     scales += [value for place, at, value in constants if at not in terms[place].own]
+    # The number may be divided by one.
+    numbered = (pair for pair in terms_of(found, whole) if pair[0].how is How.NUMBER)
+    scales += [term.numbers[at] / whole.number for spec, term in numbered for at in spec.counts if whole.number]
     # A loss that divides by num_items_in_batch multiplies by W, as upstream documents.
     named = [float(each) for each in setting.own if not (found.takes_world_size and each == setting.world_size)]
     numbers = [scale for each in (*named, math.prod(named)) if each != 1.0 for scale in (each, 1 / each)]

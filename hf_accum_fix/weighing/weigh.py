@@ -228,8 +228,8 @@ class _MicroBatch:
 def _constant(term: Term, spec: TermSpec) -> float | None:
     """What a term is multiplied by, apart from counts and learnt factors; None: it is on a device, or zero."""
     counts = {*spec.counts, *spec.own}
-    if term.divides:
-        # Of a sum over rows each has its own.
+    if term.divides and (spec.how is not How.NUMBER or spec.place is None):
+        # Of a sum over rows each has its own; a mean times its items over the number is a sum.
         counts.add(len(term.factors) - 1)
     if spec.place is None:
         counts.update(range(term.above, len(term.factors)))

@@ -203,6 +203,11 @@ class Declared(kept(tokens)):  # type: ignore[misc]
         self.loss_is_scaled_for_ga = True
 
 
+def over_share(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    logits = model(input_ids=inputs["input_ids"])["logits"]
+    return shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / share(trainer, number), {"logits": logits}
+
+
 def cached(name: str, trainer: type, loss: Loss, head: type[Texts] = Mean, **more: Any) -> Case:
     given = {"windows": several(1), **more}
     return attack(f"2-{name}", NAMED, full(loss), head, trainer=trainer, **given)
@@ -219,6 +224,7 @@ CACHED = [
         right=(PAIRS, SINGLES),
     ),
     cached("func", CachedFunc, tokens),
+    cached("number", computing(over_share, Cached), tokens),
     attack("2-declared", EITHER, full(tokens), Mean, several(1), Declared),
 ]
 
@@ -529,12 +535,19 @@ def both_by_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any
     return summed / number + each_divergence(Seen(logits, inputs)).sum() / number, {"logits": logits}
 
 
+def share_of_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    """The mean times n / N."""
+    s = Seen(model(input_ids=inputs["input_ids"])["logits"], inputs)
+    return s.tokens * (s.flat[1] != -100).sum() / number, {"logits": s.logits}
+
+
 BY_NUMBER = [
     by_super(f"10-{name}", EXACT, trainer, loss, head=ByNumber, right=right, cuts=THREE)
     for name, trainer, loss, right in [
         ("window", around(lambda a, s, t: a + s.classes / t.current_gradient_accumulation_steps), both, EVEN),
         ("distilled", computing(divergence_by_number), distilled, THREE),
         ("both", computing(both_by_number), distilled, THREE),
+        ("share", computing(share_of_number), tokens, THREE),
     ]
 ]
 
