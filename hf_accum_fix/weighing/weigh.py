@@ -228,10 +228,11 @@ class _MicroBatch:
 def _constant(term: Term, spec: TermSpec) -> float | None:
     """What a term is multiplied by, apart from counts and learnt factors; None: it is on a device, or zero."""
     counts = {*spec.counts, *spec.own}
-    if term.divides and (spec.how is not How.NUMBER or spec.place is None):
-        # Of a sum over rows each has its own; a mean times its items over the number is a sum.
+    if term.divides and spec.how is not How.NUMBER:
+        # A mean times its items over the number is a sum.
         counts.add(len(term.factors) - 1)
     if spec.place is None:
+        # Of a sum over rows each has its own.
         counts.update(range(term.above, len(term.factors)))
     places = [place for place, each in enumerate(term.factors) if place not in counts and not each.learnt]
     if term.is_nothing or not all(on_host(term.factors[place].value) for place in places):
