@@ -110,13 +110,13 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
     Source: A. Aggarwal, B. Schieber, T. Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave
     Monge property and applications", 1994 (the price and the crossing).
     """
-    many, low = list(range(1, len(ascending) + 1)), 0  # at no price
     first = _first_rows(ascending, cap, max_rows)
-    few, high = _fewest_runs(first), len(ascending) * ascending[-1]  # as few as at this price, padded more
     out_of_reach = _out_of_reach(ascending, first)
+    # Cheapest at half a token above each of these prices, since no saving equals that.
+    low, high = -1, len(ascending) * ascending[-1]
+    many, few = list(range(1, len(ascending) + 1)), _priced(ascending, first, out_of_reach, high + 0.5)
     while len(few) < count < len(many) and high - low > 1:
         price = (low + high) // 2
-        # Between two whole prices, so that no saving equals one.
         found = _priced(ascending, first, out_of_reach, price + 0.5)
         few, high, many, low = (few, high, found, price) if len(found) > count else (found, price, many, low)
     return few if len(few) == count else many if len(many) == count else _crossed(few, many, count)
@@ -134,14 +134,6 @@ def _out_of_reach(ascending: Sequence[int], first: Sequence[int]) -> list[float]
     for longest, row in zip(ascending, first, strict=True):
         lengths += [longest] * (row - len(lengths))
     return lengths + [math.inf] * (len(first) - len(lengths))
-
-
-def _fewest_runs(first: Sequence[int]) -> list[int]:
-    """Ends of the runs where each holds as many rows as it may, from the last one on."""
-    ends = [len(first)]
-    while first[ends[-1] - 1] > 0:
-        ends.append(first[ends[-1] - 1])
-    return ends[::-1]
 
 
 def _tightest_cap(ascending: Sequence[int], count: int, max_rows: int) -> int:
