@@ -45,21 +45,13 @@ ON_THE_FIRST, ON_THE_SECOND = ((1, 8), (3, 6)), ((10, 16), (9, 12))
 
 @dataclass
 class Cut:
-    """Two steps.
+    """Two steps."""
 
-    Attributes:
-        error: of the parameter change, relative.
-        factor: the change's part along the right one, by that one.
-        loss: the larger relative error of the two logged ones.
-        norm: of the gradients before clipping, likewise; None: DeepSpeed tells none at stage 0.
-        report: `hf_accum_fix.report`'s last run; empty: there is none.
-    """
-
-    error: float
-    factor: float
-    loss: float
-    norm: float | None
-    report: dict[str, Any]
+    error: float  # of the parameter change, relative
+    factor: float  # the change's part along the right one, by that one
+    loss: float  # the larger relative error of the two logged ones
+    norm: float | None  # of the gradients before clipping, likewise; None: DeepSpeed tells none at stage 0
+    report: dict[str, Any]  # `hf_accum_fix.report`'s last run; empty: there is none
 
 
 def samples(targets: Sequence[tuple[int, int]], count: int) -> list[dict[str, Tensor]]:
