@@ -16,38 +16,25 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to move gradients between ranks.
+    """One way to move gradients between ranks."""
 
-    Attributes:
-        name: of the row.
-        wrapped: class of ``trainer.model_wrapped``, or of a base of it: a row that silently runs under something else
-            fails.
-        arguments: of TrainingArguments.
-        environment: what ``accelerate launch`` would set.
-        prepare: changes the trainer once it is built.
-        dtype: of the model's parameters.
-        autocast: dtype of the forward's products where it is another one.
-        compute: dtype in which the parameters are run and their gradients gathered, where it is another one.
-        load: makes of a model the one that is trained, such as by loading it sharded.
-        data_ranks: ranks that hold samples of their own, of two.
-        stock_wrong: for a head that divides by the number, too, which the installed release gets right elsewhere.
-        reports_norm: of the gradient; DeepSpeed clips at stage 0 without telling.
-        compiles: for a minute, before it can be run; by ``pytest -m cpu_adam``.
-    """
-
-    name: str
+    name: str  # of the row
+    #: class of ``trainer.model_wrapped``, or of a base of it: a row that silently runs under something else fails
     wrapped: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    prepare: Callable[[Any], None] | None = None
-    dtype: torch.dtype = torch.float64
-    autocast: torch.dtype | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments
+    environment: Mapping[str, str] = field(default_factory=dict)  # what ``accelerate launch`` would set
+    prepare: Callable[[Any], None] | None = None  # changes the trainer once it is built
+    dtype: torch.dtype = torch.float64  # of the model's parameters
+    autocast: torch.dtype | None = None  # dtype of the forward's products where it is another one
+    #: dtype in which the parameters are run and their gradients gathered, where it is another one
     compute: torch.dtype | None = None
+    #: makes of a model the one that is trained, such as by loading it sharded
     load: Callable[[nn.Module], nn.Module] | None = None
-    data_ranks: int = 2
+    data_ranks: int = 2  # ranks that hold samples of their own, of two
+    #: for a head that divides by the number, too, which the installed release gets right elsewhere
     stock_wrong: bool = False
-    reports_norm: bool = True
-    compiles: bool = False
+    reports_norm: bool = True  # of the gradient; DeepSpeed clips at stage 0 without telling
+    compiles: bool = False  # for a minute, before it can be run; by ``pytest -m cpu_adam``
 
     @property
     def mark(self) -> pytest.MarkDecorator:

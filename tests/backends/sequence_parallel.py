@@ -23,14 +23,13 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mixtral.modeling_mixtral import MixtralModel
 
 from hf_accum_fix import observations
 from tests.backends.rows import DEEPSPEED, FSDP2, LAUNCHED_DEEPSPEED, Backend, launched_fsdp, zero
-from tests.backends.trajectory import furthest, gathered, sharding_on, variables, without_compiling
+from tests.backends.trajectory import furthest, trained_on, variables, without_compiling
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
 from tests.ranks import on_ranks, selected
 
@@ -46,21 +45,13 @@ ON_THE_FIRST, ON_THE_SECOND = ((1, 8), (3, 6)), ((10, 16), (9, 12))
 
 @dataclass
 class Cut:
-    """Two steps.
+    """Two steps."""
 
-    Attributes:
-        error: of the parameter change, relative.
-        factor: the change's part along the right one, by that one.
-        loss: the larger relative error of the two logged ones.
-        norm: of the gradients before clipping, likewise; None: DeepSpeed tells none at stage 0.
-        report: `hf_accum_fix.report`'s last run; empty: there is none.
-    """
-
-    error: float
-    factor: float
-    loss: float
-    norm: float | None
-    report: dict[str, Any]
+    error: float  # of the parameter change, relative
+    factor: float  # the change's part along the right one, by that one
+    loss: float  # the larger relative error of the two logged ones
+    norm: float | None  # of the gradients before clipping, likewise; None: DeepSpeed tells none at stage 0
+    report: dict[str, Any]  # `hf_accum_fix.report`'s last run; empty: there is none
 
 
 def samples(targets: Sequence[tuple[int, int]], count: int) -> list[dict[str, Tensor]]:
@@ -193,22 +184,17 @@ def registered() -> Iterator[None]:
 
 
 def under_ulysses(
-    stage: int, ranks: int, split: tuple[int, int], path: str, *how_far: Any, adapt: Adapt = lambda model: model,
+    stage: int, ranks: int, split: tuple[int, int], path: str, *, adapt: Adapt = lambda model: model,
     arguments: Mapping[str, Any] = MappingProxyType({}), **how: Any,
 ) -> Cut:  # fmt: skip
     """Two steps by the Trainer under DeepSpeed's sequence parallelism.
 
     ``split``: b and G; ``adapt``: what is made of the model; ``arguments``: of TrainingArguments; the rest: `stepped`
     """
-    # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
-    unset_hf_deepspeed_config()
-    model = adapt(llama())
+    given = {**zero(stage), **ulysses(ranks), **arguments}
+    backend = Backend(f"sp, ZeRO {stage}", DEEPSPEED, given, reports_norm=stage > 0)
     with variables(LAUNCHED_DEEPSPEED), applied(path), registered():
-        given = {**zero(stage), **ulysses(ranks), **arguments}
-        try:
-            return stepped(model, ranks, split, path, Backend("", DEEPSPEED), given, *how_far, **how)
-        finally:
-            unset_hf_deepspeed_config()
+        return stepped(lambda: adapt(llama()), ranks, split, path, backend, **how)
 
 
 def under_context(
@@ -216,15 +202,18 @@ def under_context(
     arguments: Mapping[str, Any] = MappingProxyType({}), options: Mapping[str, Any] = MappingProxyType({}), **how: Any,
 ) -> Cut:  # fmt: skip
     """The same under context parallelism; ``hands_number``: the model takes num_items_in_batch."""
-    model = adapt(llama())
-    model.accepts_loss_kwargs = hands_number  # type: ignore[assignment]
+
+    def build() -> nn.Module:
+        model = adapt(llama())
+        model.accepts_loss_kwargs = hands_number  # type: ignore[assignment]
+        return model
+
     sizes = {"cp_size": CUT, "dp_replicate_size": 1, "dp_shard_size": ranks // CUT}
-    attention = OverRanks()
-    backend = Backend("", FSDP2, prepare=attention.over)
+    given, attention = {"parallelism_config": ParallelismConfig(**sizes), **arguments}, OverRanks()
     launched = launched_fsdp(2, FSDP_AUTO_WRAP_POLICY="NO_WRAP")
-    with variables(launched), applied(path, **options), attention.installed():
-        given = {"parallelism_config": ParallelismConfig(**sizes), **arguments}
-        return stepped(model, ranks, split, path, backend, given, **how)
+    backend = Backend("cp", FSDP2, given, launched, prepare=attention.over)
+    with applied(path, **options), attention.installed():
+        return stepped(build, ranks, split, path, backend, **how)
 
 
 def errors_of(
@@ -301,33 +290,25 @@ class Gathered(torch.autograd.Function):
 
 
 def stepped(
-    model: nn.Module, ranks: int, split: tuple[int, int], path: str, backend: Backend, arguments: dict[str, Any],
+    build: Callable[[], nn.Module], ranks: int, split: tuple[int, int], path: str, backend: Backend,
     max_norm: float = UNCLIPPED, targets: Sequence[tuple[int, int]] = RAGGED,
     reference: Callable[..., Steps] = plain_sgd,
 ) -> Cut:  # fmt: skip
-    """Two steps of a model; ``arguments``: of TrainingArguments; ``reference``: what is right."""
+    """Two steps of a model; ``reference``: what is right."""
     b, steps = split
     rows = samples(targets, 3 * ranks * b * steps)
     windows = [of_window(rows, ranks, split, window, backend.wrapped == DEEPSPEED) for window in range(2)]
-    change, losses, norms = reference(model, windows, max_norm)
-    start = trainable(model)
-    given = {"ddp_backend": "gloo", "max_grad_norm": max_norm, "max_steps": 2, "learning_rate": RATE, **arguments}
-    args = training_arguments(Path(tempfile.gettempdir()) / "cut", *split, **given)
-    if backend.wrapped == FSDP2:
-        sharding_on(args)
-    trainer = recorder(path)(model=model, args=args, train_dataset=rows, data_collator=stacked)
-    if backend.prepare is not None:
-        backend.prepare(trainer)
-    trainer.train()
-    end = gathered(trainer.model_wrapped, backend)
-    found = {name: (end[name] - start[name]).double() for name in start}
-    along, whole = (sum(float((each[name] * change[name]).sum()) for name in change) for each in (found, change))
-    logged = [each for each in trainer.state.log_history if "loss" in each]
+    change, losses, norms = reference(build(), windows, max_norm)
+    given = {"max_grad_norm": max_norm, "max_steps": 2, "learning_rate": RATE}
+    arguments = functools.partial(training_arguments, Path(tempfile.gettempdir()) / "cut", *split, **given)
+    make = functools.partial(recorder(path), train_dataset=rows, data_collator=stacked)
+    found = trained_on(backend, build, arguments, make)
+    along, whole = (sum(float((each[name] * change[name]).sum()) for name in change) for each in (found.change, change))
     runs = observations.recorded() if path != "stock" else ()
     return Cut(
-        relative(found, change),
+        relative(found.change, change),
         along / whole,
-        furthest([float(each["loss"]) for each in logged], losses),
-        furthest([float(each["grad_norm"]) for each in logged], norms) if "grad_norm" in logged[0] else None,
+        furthest(found.losses, losses),
+        furthest(found.norms, norms) if found.norms else None,
         dict(runs[-1]) if runs else {},
     )

@@ -95,19 +95,13 @@ def with_router(model: nn.Module, rows: Sequence[dict[str, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        given: to `cut.under_ulysses` or `cut.under_context`.
-        around: what is put in the place of something else meanwhile.
-        paths: by which it is trained.
-        right: stock is.
-    """
-
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)  # to `cut.under_ulysses` or `cut.under_context`
+    #: what is put in the place of something else meanwhile
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    paths: Sequence[str] = PATHS
-    right: bool = False
+    paths: Sequence[str] = PATHS  # by which it is trained
+    right: bool = False  # stock is
 
 
 CHECKPOINTS = {"arguments": {"gradient_checkpointing": True}}

@@ -38,28 +38,17 @@ OF_PAIRS = ("dpo", "orpo", "rm")
 
 @dataclass(frozen=True)
 class Kind:
-    """One trainer of ms-swift.
+    """One trainer of ms-swift."""
 
-    Attributes:
-        trainer: its name in ``TrainerFactory``.
-        rows: messages, as its data sets hold them.
-        task: of the model and the template.
-        model: further arguments of ``get_model_processor``.
-        arguments: further training arguments.
-        environment: the variables that its losses read.
-        item_mean: its loss of a full batch is the mean over samples or tokens, so that every cut can have it; the
-            others couple the samples of a micro-batch, or add means over different items.
-        tolerance: of a step; a loss from ``logits.float()`` rounds to float32.
-    """
-
-    trainer: str
-    rows: Callable[[], Rows]
-    task: str = "causal_lm"
-    model: Mapping[str, Any] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+    trainer: str  # its name in ``TrainerFactory``
+    rows: Callable[[], Rows]  # messages, as its data sets hold them
+    task: str = "causal_lm"  # of the model and the template
+    model: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``get_model_processor``
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further training arguments
+    environment: Mapping[str, str] = field(default_factory=dict)  # the variables that its losses read
+    #: every cut can have the full batch's; others couple samples, or add means over different items
     item_mean: bool = True
-    tolerance: float = 1e-9
+    tolerance: float = 1e-9  # of a step; a loss from ``logits.float()`` rounds to float32
 
     @contextlib.contextmanager
     def as_configured(self) -> Iterator[None]:

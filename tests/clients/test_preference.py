@@ -45,25 +45,15 @@ LLAMA = seeded(llama)
 
 @dataclass(frozen=True)
 class Preference:
-    """One trainer of TRL.
+    """One trainer of TRL."""
 
-    Attributes:
-        of: the module of the trainer and of the class of its arguments.
-        name: theirs, without "Trainer" and "Config".
-        rows: its data set.
-        arguments: further arguments of its config.
-        given: further arguments of the trainer.
-        build: its model.
-        sampled: it samples its answers in groups as it trains, in whole groups only.
-    """
-
-    of: Any
-    name: str
-    rows: Sequence[Mapping[str, Any]]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    given: Callable[[], Mapping[str, Any]] = dict
-    build: Callable[[], nn.Module] = LLAMA
-    sampled: bool = False
+    of: Any  # the module of the trainer and of the class of its arguments
+    name: str  # theirs, without "Trainer" and "Config"
+    rows: Sequence[Mapping[str, Any]]  # its data set
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further arguments of its config
+    given: Callable[[], Mapping[str, Any]] = dict  # further arguments of the trainer
+    build: Callable[[], nn.Module] = LLAMA  # its model
+    sampled: bool = False  # it samples its answers in groups as it trains, in whole groups only
 
 
 def another() -> nn.Module:

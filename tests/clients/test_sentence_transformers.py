@@ -28,19 +28,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Objective:
-    """One loss of sentence-transformers.
+    """One loss of sentence-transformers."""
 
-    Attributes:
-        loss: its class, by name.
-        rows: its data set.
-        item_mean: its loss of a full batch is the mean over samples; the others couple the samples of a micro-batch.
-        crossed: a model reads both sentences at once, and gives a score.
-    """
-
-    loss: str
-    rows: Callable[[], Rows]
+    loss: str  # its class, by name
+    rows: Callable[[], Rows]  # its data set
+    #: its loss of a full batch is the mean over samples; the others couple the samples of a micro-batch
     item_mean: bool = True
-    crossed: bool = False
+    crossed: bool = False  # a model reads both sentences at once, and gives a score
 
 
 def rated() -> Rows:

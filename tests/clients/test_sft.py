@@ -37,21 +37,14 @@ datasets.disable_progress_bars()
 
 @dataclass(frozen=True)
 class Way:
-    """One way of using SFTTrainer.
+    """One way of using SFTTrainer."""
 
-    Attributes:
-        head: model, samples, and the loss of a batch of documents.
-        rows: what SFTTrainer is given: columns of a data set.
-        config: further arguments of SFTConfig.
-        own_collator: the head's batches in place of TRL's collator; a row then holds the index of its sample.
-        stock_wrong: the stock step is off by more than 1e-3 for the split (2, 4).
-    """
-
-    head: Head
-    rows: Sequence[Mapping[str, Any]]
-    config: Mapping[str, Any] = field(default_factory=dict)
+    head: Head  # model, samples, and the loss of a batch of documents
+    rows: Sequence[Mapping[str, Any]]  # what SFTTrainer is given: columns of a data set
+    config: Mapping[str, Any] = field(default_factory=dict)  # further arguments of SFTConfig
+    #: the head's batches in place of TRL's collator; a row then holds the index of its sample
     own_collator: bool = False
-    stock_wrong: bool = False
+    stock_wrong: bool = False  # the stock step is off by more than 1e-3 for the split (2, 4)
 
 
 def tokens(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -1,16 +1,13 @@
-"""The same SGD steps by hand-written loops: accelerate's two official recipes, and accumulation windows.
+"""The same SGD steps by hand-written loops.
 
 accumulate  ``with accelerator.accumulate(model)``: the first page of accelerate's guide
-count       its recipe for language models: count the labels of the window, hand the number over
 windows     accumulation windows under accelerate
 plain       accumulation windows under DistributedDataParallel alone, or nothing
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -69,23 +66,6 @@ def by_accumulate(loader: Any, model: nn.Module, optimizer: Any, live: Accelerat
             optimizer.zero_grad()
 
 
-def by_count(loader: Any, model: nn.Module, optimizer: Any, live: Accelerator) -> Iterator[tuple[float, float]]:
-    steps, ranks = live.gradient_accumulation_steps, live.num_processes
-    batches = iter(loader)
-    while window := list(islice(batches, steps)):
-        number = live.reduce(torch.stack([(batch["labels"] != -100).sum() for batch in window]).sum(), "sum").item()
-        losses = []
-        for place, batch in enumerate(window):
-            alone = ranks > 1 and place < len(window) - 1
-            with model.no_sync() if alone else contextlib.nullcontext():
-                loss = model(**batch, num_items_in_batch=number)["loss"] * steps * ranks
-                live.backward(loss)
-                losses.append(loss.detach())
-        yield float(live.reduce(torch.stack(losses).sum(), "mean")) / steps, norm_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def norm_of(model: nn.Module) -> float:
     grads = [parameter.grad.double().norm() for parameter in model.parameters() if parameter.grad is not None]
     return float(torch.linalg.vector_norm(torch.stack(grads)))
@@ -128,8 +108,6 @@ def take_steps(
     for _ in range(epochs):
         if way == "accumulate":
             seen += by_accumulate(loader, trained, optimizer, live)
-        elif way == "count":
-            seen += by_count(loader, trained, optimizer, live)
         else:
             seen += by_windows(windows, trained, optimizer, live)
     return Step(moved(model, before), *seen[0]), seen, windows

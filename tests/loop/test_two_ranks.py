@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -76,14 +78,12 @@ def unequal(name: str, reference: Step) -> dict[str, Any]:
 
 def repeated() -> dict[str, Any]:
     """Seven samples by twos and twos: the second rank's last micro-batch has one of its own, or none but repeated."""
-    rows: dict[str, Any] = {}
+    rows, head = dict[str, Any](), HEADS["bert-mlm"]
     hf_accum_fix.observations.clear()
-    for count in (7, 5):
-        head = HEADS["bert-mlm"]
+    for count, drop in product((7, 5), (True, False)):
         samples = head.samples[:count]
-        for drop in (True, False):
-            step, _, _ = take_steps(head, samples, 2, 2, "windows", drop_duplicates=drop)
-            rows[f"{count}{' dropped' * drop}"] = error(step, reference_step(head, cut(samples, 2)))
+        step, _, _ = take_steps(head, samples, 2, 2, "windows", drop_duplicates=drop)
+        rows[f"{count}{' dropped' * drop}"] = error(step, reference_step(head, cut(samples, 2)))
     runs = hf_accum_fix.report().to_dict()["runs"]
     rows["reported"] = [(run["repeated_samples"], run["repeated_samples_dropped"]) for run in runs]
     return rows
@@ -123,21 +123,6 @@ def collectives() -> dict[str, Any]:
         if len(counts) == ATTEMPTS:
             model.register_comm_hook(None, reduce)
     return {"first window that is trusted": counts[ATTEMPTS], "end of the epoch": seen[:], "reductions": len(reduced)}
-
-
-def uneven() -> list[str]:
-    """What this rank raises where the second one's dataloader ends a window early: at once, and later."""
-    head = HEADS["bert-mlm"]
-    batches = own_batches(head, head.samples, 1)
-    found = []
-    for count in (0, 2):
-        mine = batches if dist.get_rank() == 0 else batches[:count]
-        try:
-            take_steps(head, head.samples, 1, 2, "plain", batches=mine)
-            found.append("")
-        except hf_accum_fix.RankError as refusal:
-            found.append(str(refusal))
-    return found
 
 
 class Broken(torch.nn.Module):
@@ -180,22 +165,35 @@ def in_step() -> int:
     return trained
 
 
-def failing(
-    model: torch.nn.Module, *, labelled: bool = True, contract: LossContract | None = None
-) -> tuple[str, float]:
-    """What this rank raises in its first window, where the second one may have no labels, and after how long [s]."""
-    head = HEADS["bert-mlm"]
-    batches = own_batches(head, head.samples, 1)
+def raised_by(call: Callable[[], Any]) -> tuple[str, float]:
+    """What this rank raises, and after how long [s]."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "", 0.0
+
+
+def failing(model: torch.nn.Module, *, labelled: bool = True, rule: Items | None = None) -> tuple[str, float]:
+    """In the first window, where the second rank may have no labels."""
+    batches = own_batches(HEADS["bert-mlm"], HEADS["bert-mlm"].samples, 1)
     if dist.get_rank() == 1 and not labelled:
         batches = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
-    windows = accumulation_windows(batches, steps=2, contract=contract)
-    raised, began = "", time.monotonic()
-    try:
-        window = next(iter(windows))
+    contract = None if rule is None else LossContract(Reduction.MEAN, rule)
+
+    def begin() -> None:
+        window = next(iter(accumulation_windows(batches, steps=2, contract=contract)))
         window.loss(model, window.batches[0])
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-    return raised, time.monotonic() - began
+
+    return raised_by(begin)
+
+
+def uneven(count: int) -> tuple[str, float]:
+    """Where the second rank's dataloader ends after so many micro-batches."""
+    head = HEADS["bert-mlm"]
+    batches = own_batches(head, head.samples, 1)[: None if dist.get_rank() == 0 else count]
+    return raised_by(lambda: take_steps(head, head.samples, 1, 2, "plain", batches=batches))
 
 
 def rows_of() -> dict[str, Any]:
@@ -203,17 +201,15 @@ def rows_of() -> dict[str, Any]:
     # Before there are ranks, which heads with listed boxes would ask.
     references = {name: reference_step(HEADS[name], six_pieces(HEADS[name])) for name in UNEQUAL}
     join()
+    model = HEADS["bert-mlm"].build()
     return {
         "cases": cases(),
         "unequal": {name: unequal(name, reference) for name, reference in references.items()},
-        "uneven": uneven(),
+        "uneven": [uneven(count) for count in (0, 2)],
         "failing": failing(Broken()),
         "in step": in_step(),
-        "unlabelled": failing(HEADS["bert-mlm"].build(), labelled=False),
-        "given": [
-            failing(HEADS["bert-mlm"].build(), labelled=key == "label", contract=LossContract(Reduction.MEAN, rule))
-            for key, rule in {"label": Items(("label",)), "labels": Items(("labels",))}.items()
-        ],
+        "unlabelled": failing(model, labelled=False),
+        "given": [failing(model, rule=Items(("label",))), failing(model, labelled=False, rule=Items(("labels",)))],
         "repeated": repeated(),
         "collectives": collectives(),
     }
@@ -238,7 +234,8 @@ def test_two_ranks_take_the_full_batch_step(ranks: list[dict[str, Any]]) -> None
 
 def test_ranks_that_end_apart_fail_or_lack_labels_are_told_on_both_at_once(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        for raised in rank["uneven"]:
+        for raised, _ in rank["uneven"]:
+            assert raised.startswith("UnevenRanksError: ")
             assert "unequal numbers of micro-batches in this window (rank 0 has 2, rank 1 has 0)" in raised
         raised, waited = rank["unlabelled"]
         missing = "rank 0: 2 micro-batches with ['labels']; rank 1: 2 micro-batches with no"

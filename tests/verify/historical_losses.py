@@ -58,20 +58,13 @@ def share(window: WholeBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class History:
-    """A loss as it was and as it should be.
+    """A loss as it was and as it should be."""
 
-    Attributes:
-        issue: where it is described.
-        wrong, right: the loss.
-        line: part of the line of the term that is off.
-        how: arguments of `assert_split_invariant`.
-    """
-
-    issue: str
-    wrong: LossFn
+    issue: str  # where it is described
+    wrong: LossFn  # the loss
     right: LossFn
-    line: str
-    how: Mapping[str, Any] = field(default_factory=dict)
+    line: str  # part of the line of the term that is off
+    how: Mapping[str, Any] = field(default_factory=dict)  # arguments of `assert_split_invariant`
 
 
 def _trl_bnpo(rows: Rows, window: WholeBatch) -> Tensor:
