@@ -220,7 +220,8 @@ def to_verbose(diagnosis: Diagnosis) -> str:
     """The same, with every defect of the release, and what apply() does."""
     legend = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the links."
     blocks = [wrapped(*_answer(diagnosis)), [legend], wrapped(f"why: {diagnosis.reason}", _installed(diagnosis))]
-    for decision in diagnosis.report.present:
+    report = diagnosis.report
+    for decision in report.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no single factor"
         left = defect.not_fixed and f"not fixed: {defect.not_fixed}"
@@ -230,7 +231,10 @@ def to_verbose(diagnosis: Diagnosis) -> str:
     blocks.append([first, *wrapped(LIMIT.summary, LIMIT.who, f"set {LIMIT.remedy}", indent=4)])
     for about, row in _engines():
         blocks.append([*wrapped(f"{row.name}: {about}"), *wrapped(row.summary, row.who, row.fixed, indent=4)])
-    blocks.append(wrapped(*_what_apply_does(diagnosis)))
+    does = "wraps" if report.state == "applied" else "would wrap"
+    methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
+    wraps = f"apply() {does} {methods} of Trainer: {len(report.plan.fixed)} defects fixed"
+    blocks.append(wrapped(*([wraps] if report.plan.refusal is None else []), *_in_the_way(diagnosis)))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -252,11 +256,3 @@ def _in_the_way(diagnosis: Diagnosis) -> list[str]:
     elif plan.untested is not None:
         lines.append(f"apply() fits, but {plan.untested}")
     return lines if diagnosis.broken is None else []
-
-
-def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
-    report = diagnosis.report
-    does = "wraps" if report.state == "applied" else "would wrap"
-    methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
-    wraps = f"apply() {does} {methods} of Trainer: {len(report.plan.fixed)} defects fixed"
-    return [*([wraps] if report.plan.refusal is None else []), *_in_the_way(diagnosis)]

@@ -77,15 +77,10 @@ def verify_instead_of_training() -> None:
             _answer(instance, request)
         _wait_for_the_end(request)
 
-    def at_import(owner: str) -> Callable[[Any], None]:
-        def wrap(module: Any) -> None:
-            wrap_function_wrapper(module, f"{owner}.train", train)
-
-        return wrap
-
     # A subclass prepares for training before it calls the Trainer's method, so stop it first.
-    register_post_import_hook(at_import("Trainer"), "transformers.trainer")
-    register_post_import_hook(at_import("GlobalBatchMixin"), "hf_accum_fix.trainer")
+    wrap = wrap_function_wrapper
+    register_post_import_hook(lambda module: wrap(module, "Trainer.train", train), "transformers.trainer")
+    register_post_import_hook(lambda module: wrap(module, "GlobalBatchMixin.train", train), "hf_accum_fix.trainer")
 
 
 def _answer(trainer: Any, request: Request) -> None:

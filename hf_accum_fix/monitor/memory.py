@@ -13,9 +13,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import islice, pairwise
 from statistics import median
+from typing import Literal, TypeAlias, get_args
 
 import psutil
 import torch
@@ -33,12 +33,8 @@ _LAST, _BLOCK, _BLOCKS, _PARTS = 1024, 32, 1024, 24
 _WINDOWS = (1024, 256, 64)
 
 
-class TrendKind(Enum):
-    """The decision."""
-
-    TOO_FEW_STEPS = "too few steps"
-    PLATEAU = "plateau"
-    GROWS = "grows"
+#: What is decided of memory.
+TrendKind: TypeAlias = Literal["too few steps", "plateau", "grows"]
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,10 @@ class Trend:
 
     def __str__(self) -> str:
         """The decision in words."""
-        words = {
-            TrendKind.TOO_FEW_STEPS: "too few steps to decide",
-            TrendKind.PLATEAU: f"plateau at {_in_words(self.level)} since step {self.since:.0f}",
-            TrendKind.GROWS: f"grows {self.slope / MIB:.3g} MiB/step since step {self.since:.0f}",
-        }
-        return words[self.kind]
+        if self.kind == "too few steps":
+            return "too few steps to decide"
+        how = f"{self.slope / MIB:.3g} MiB/step" if self.kind == "grows" else f"at {_in_words(self.level)}"
+        return f"{self.kind} {how} since step {self.since:.0f}"
 
 
 @dataclass(frozen=True)
@@ -77,12 +71,12 @@ class RankMemory:
     @property
     def steps_until_full(self) -> float:
         """Steps until memory is full, at the slope found; inf where it does not grow."""
-        return self.room / self.trend.slope if self.trend.kind is TrendKind.GROWS else math.inf
+        return self.room / self.trend.slope if self.trend.kind == "grows" else math.inf
 
     def __str__(self) -> str:
         """The decision in words."""
         full = f", {self.steps_until_full:,.0f} steps until {_in_words(self.capacity)} are full"
-        return f"{self.trend} (now {_in_words(self.used)}{full if self.trend.kind is TrendKind.GROWS else ''})"
+        return f"{self.trend} (now {_in_words(self.used)}{full if math.isfinite(self.steps_until_full) else ''})"
 
 
 class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
@@ -130,11 +124,11 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
     def row(self) -> Tensor:
         steps = range(self._step + 1 - len(self._sizes), self._step + 1)
         its = self._trend(list(map(float, steps)), list(self._sizes))
-        row = [self._now(), self._capacity, list(TrendKind).index(its.kind), its.samples, its.since, its.level]
+        row = [self._now(), self._capacity, get_args(TrendKind).index(its.kind), its.samples, its.since, its.level]
         return torch.tensor([*row, its.slope], dtype=torch.float64)
 
     def reading(self, table: Tensor) -> tuple[RankMemory, ...]:
-        kinds = list(TrendKind)
+        kinds = get_args(TrendKind)
         return tuple(RankMemory(of[0], of[1], Trend(kinds[int(of[2])], *of[3:])) for of in table.tolist())
 
     def judge(self, reading: tuple[RankMemory, ...]) -> Alarm | None:
@@ -171,12 +165,12 @@ class MemoryMonitor(Gathered[tuple[RankMemory, ...]]):
         whole = trend([step for step, _ in of_run], [size for _, size in of_run])
         for window in _WINDOWS:
             held = [level for step, level in self._before if step <= steps[0] + len(steps) - window]
-            if whole.kind is TrendKind.GROWS or len(held) < window // _BLOCK or len(steps) < window:
+            if whole.kind == "grows" or len(held) < window // _BLOCK or len(steps) < window:
                 continue
             now, settled = median(sizes[-window // 8 :]), held[len(held) // 2 :]
             if now > max(held) + max(_no_growth(now), 2 * (max(settled) - min(settled))):
                 late = trend(steps[-window:], sizes[-window:])
-                whole = late if late.kind is TrendKind.GROWS else whole
+                whole = late if late.kind == "grows" else whole
         return whole
 
     def _now(self) -> float:
@@ -203,23 +197,23 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     size in a thousand steps. Else it is too early.
     """
     if len(steps) < at.SAMPLES:
-        return Trend(TrendKind.TOO_FEW_STEPS)
+        return Trend("too few steps")
     first = _end_of_warm_up(steps, sizes)
     steps, sizes = steps[first:], sizes[first:]
     level, span = median(sizes), steps[-1] - steps[0]
     x, y = _medians(steps), _medians(sizes)
     slope = theil_sen(x, y, at.CONFIDENCE)
     none = _no_growth(level)
-    kind = TrendKind.TOO_FEW_STEPS
+    kind: TrendKind = "too few steps"
     if slope.low > 0 and slope.value * span > none:
         half = len(x) // 2
         early, late = theil_sen(x[:half], y[:half], at.CONFIDENCE), theil_sen(x[half:], y[half:], at.CONFIDENCE)
         rising = sum(after > before for before, after in pairwise(y)) / (len(y) - 1)
         slowing = late.high < at.SLOWING * early.low
         if min(early.value, late.value) > slope.value / 2 and rising > at.RISING and not slowing:
-            kind = TrendKind.GROWS
+            kind = "grows"
     elif slope.high * at.PLATEAU_STEPS < none:
-        kind = TrendKind.PLATEAU
+        kind = "plateau"
     return Trend(kind, span + 1, steps[0], level, slope.value)
 
 

@@ -28,7 +28,6 @@ _BESIDE = {
 }
 #: Cells without a number, as pandas and Python write them.
 _EMPTY = ("", "None", "N/A", "NA", "null", "-")
-_KINDS = ("*.jsonl", "*.csv", "*.tsv", "*.log", "*.txt")
 
 
 def _json_lines(lines: Iterable[str]) -> Iterator[Row]:
@@ -136,7 +135,7 @@ def read_runs(path: Path, unread: list[str] | None = None) -> list[Run]:
 def _of_folder(folder: Path, broken: list[LogsError]) -> list[Run]:
     """Runs from one kind of logs only: the same run may be logged in several."""
     state = _latest_state(folder)
-    kinds = [[state]] if state is not None else [sorted(filter(Path.is_file, folder.glob(kind))) for kind in _KINDS]
+    kinds = [[state]] if state is not None else [sorted(filter(Path.is_file, folder.glob(f"*{end}"))) for end in _LINES]
     seen: list[Run] = []
     for files in kinds:
         runs = list[Run]()

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from packaging.version import Version
 
@@ -84,13 +84,10 @@ class Defect:
         return is_between(release, self.since, self.until)
 
 
-def _read(row: dict[str, Any]) -> Defect:
-    return Defect(**{**row, "source": tuple(row["source"]), "factors": tuple(map(Factor, row.get("factors", ())))})
-
-
-_ROWS: Final = json.loads(Path(__file__).with_name("defects.json").read_text(encoding="utf-8"))
-
-DEFECTS: Final = tuple(map(_read, _ROWS))
+DEFECTS: Final = tuple(
+    Defect(**{**row, "source": tuple(row["source"]), "factors": tuple(map(Factor, row.get("factors", ())))})
+    for row in json.loads(Path(__file__).with_name("defects.json").read_text(encoding="utf-8"))
+)
 """Every known defect; fields that a row of defects.json omits have the defaults of `Defect`."""
 
 

@@ -19,14 +19,14 @@ class EngineDefect:
     """One defect of a range of releases of an engine."""
 
     name: str  # kebab-case, stable: what users search for
-    package: str  # the distribution that has it
+    package: str = "deepspeed"  # the distribution that has it
     summary: str  # the effect, in one line
     who: str  # the affected runs: what is configured
     wrong: str  # the result, as an equation or in words
     since: str  # the first release with it
     until: str  # the first release without it
     source: tuple[str, ...]  # where it was reported and repaired
-    fixed: str  # what this package does about it
+    fixed: str = "warned of, and never called exact"  # what this package does about it
 
     @property
     def range(self) -> str:
@@ -42,7 +42,6 @@ class EngineDefect:
 ENGINE_DEFECTS: Final = (
     EngineDefect(
         name="zero-2-offload-drops-micro-batches",
-        package="deepspeed",
         summary="Only the first and the last micro-batch of a window reach the optimizer; loss and log are right.",
         who="ZeRO stage 2 with offload_optimizer, three or more micro-batches in a window",
         wrong="grad (g_1 + g_G) / G",
@@ -52,11 +51,9 @@ ENGINE_DEFECTS: Final = (
             "https://github.com/deepspeedai/DeepSpeed/pull/7967",
             "https://github.com/deepspeedai/DeepSpeed/pull/6550",
         ),
-        fixed="warned of, and never called exact",
     ),
     EngineDefect(
         name="zero-2-offload-keeps-the-last-micro-batch",
-        package="deepspeed",
         summary="Only the last micro-batch of a window reaches the optimizer; loss and log are right.",
         who='ZeRO stage 2 with offload_optimizer, "gradient_accumulation_steps": 1 in its configuration, and a loop '
         "whose windows are longer",
@@ -64,7 +61,6 @@ ENGINE_DEFECTS: Final = (
         since="0.15.1",
         until="0.19.0",
         source=("https://github.com/deepspeedai/DeepSpeed/pull/7981",),
-        fixed="warned of, and never called exact",
     ),
 )
 """Every known one; 0.15.1 is the oldest release of DeepSpeed that was read: a row that starts there may be older."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -18,7 +20,6 @@ from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 
-from hf_accum_fix.upstream.code import still_in
 from hf_accum_fix.upstream.patchers import Patcher, known_patcher
 from hf_accum_fix.upstream.presence import missing_from_classes
 from hf_accum_fix.upstream.seams import (
@@ -32,6 +33,9 @@ from hf_accum_fix.upstream.seams import (
 )
 
 _PACKAGE: Final = TRAINER_MODULE.partition(".")[0]
+
+LINES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_name("code.json").read_text(encoding="utf-8"))
+"""The lines that make each defect of the newest tested release, by defect, then by file of transformers."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,33 @@ def fingerprint(body: FunctionType) -> str | None:
         source = inspect.getsource(body)
     except OSError:
         return None
-    return sha256("".join(source.split()).encode()).hexdigest()[:16]
+    return sha256(_squeezed(source).encode()).hexdigest()[:16]
+
+
+def still_in(package: Iterable[str]) -> frozenset[str]:
+    """The defects whose lines are all in the source of transformers; white space does not count.
+
+    Args:
+        package: the folders of the installed transformers.
+    """
+    folders = [Path(folder) for folder in package]
+    return frozenset(
+        name
+        for name, lines in LINES.items()
+        if all(any(_squeezed(text) in _source(folder / file) for folder in folders) for file, text in lines.items())
+    )
+
+
+@lru_cache(maxsize=16)
+def _source(file: Path) -> str:
+    try:
+        return _squeezed(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _state(trainer: type, seam: Seam) -> SeamState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -59,8 +60,7 @@ def dry_run(trainer: TrainerLike, split: SceneSplit, step: int = 0) -> DryRun:
     vars(actor)[DEALER] = None  # Keep this split: no length-balancing.
     loader = _loader(actor, split.micro_batches(), len(split.scene.every))
     actor.get_train_dataloader = lambda *_, **__: loader
-    losses: list[Tensor] = []
-    windows = 0
+    losses = defaultdict[int, list[Tensor]](list)
 
     def begin(state: Any) -> None:
         """Once its methods are wrapped: the trainer's own code may read the step."""
@@ -68,12 +68,10 @@ def dry_run(trainer: TrainerLike, split: SceneSplit, step: int = 0) -> DryRun:
         outermost: Callable[..., Tensor] = actor.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Tensor:
-            nonlocal windows
-            if at_the_step.steps != windows:
-                windows = at_the_step.steps
-                losses.clear()
+            # An engine may step inside.
+            of_window = losses[at_the_step.steps]
             loss = outermost(*args, **kwargs)
-            losses.append(loss.detach().double())
+            of_window.append(loss.detach().double())
             return loss
 
         actor.training_step = training_step
@@ -91,7 +89,8 @@ def dry_run(trainer: TrainerLike, split: SceneSplit, step: int = 0) -> DryRun:
         vars(trainer)[_WRAPPED] = actor.model_wrapped
     session = actor.__dict__.get(SESSION)
     convention = Convention.MEAN if session is None else session.router.in_force
-    return DryRun(kept, float(sum(losses)), len(losses), convention)
+    last = losses[max(losses, default=0)]
+    return DryRun(kept, float(sum(last)), len(last), convention)
 
 
 def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:

@@ -27,7 +27,6 @@ from hf_accum_fix.verification.sample import Collate, micro_batches
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
-MODES = ("auto", "full", "streamed")
 #: accelerate's mixed precisions.
 MIXED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
@@ -267,8 +266,8 @@ def compute(scene: Scene, mode: str, own: int) -> Reference:
         UnsupportedSetupError: if the batch has no target, its gradient is random or not finite, or its noise would
             hide a factor of 1.3.
     """
-    if mode not in MODES:
-        raise OptionsError(f"got reference={mode!r}; expected one of {', '.join(MODES)}")
+    if mode not in ("auto", "full", "streamed"):
+        raise OptionsError(f"got reference={mode!r}; expected one of auto, full, streamed")
     if scene.count(scene.every) == 0:
         raise UnsupportedSetupError("got a global batch without a target; expected one or more; check the label mask")
     scene.trainer.model.train()

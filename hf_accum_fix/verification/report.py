@@ -192,16 +192,16 @@ class VerificationReport:
     def plot(self, path: str | Path) -> None:
         """Draw the relative gradient error of every split on a log scale; the file extension is the format.
 
+        It needs matplotlib.
+
         Raises:
-            OptionsError: if matplotlib is not installed, or there is nothing to draw.
+            OptionsError: if there is nothing to draw.
         """
+        from matplotlib.figure import Figure
+
         drawn = [result for result in self.results if result.error is not None]
         if not drawn:
             raise OptionsError(f"got a report without errors to draw: {self.verdict}; expected one with an answer")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise OptionsError("got no matplotlib; expected it for drawing; pip install matplotlib") from error
         figure = Figure(figsize=(max(5.0, 0.9 * len(drawn)), 4.0), layout="constrained")
         axes, least = figure.subplots(), max(self.floor, 1e-17) / 2
         labels = [f"{result.split}\n{result.mode}" for result in drawn]

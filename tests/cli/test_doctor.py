@@ -16,9 +16,8 @@ from hf_accum_fix.cli import main
 from hf_accum_fix.cli.doctor import Answer, Diagnosis, judge, to_json, to_text, to_verbose
 from hf_accum_fix.options import Options
 from hf_accum_fix.reporting import Report
-from hf_accum_fix.upstream.code import LINES, still_in
 from hf_accum_fix.upstream.defects import DEFECTS
-from hf_accum_fix.upstream.environment import Environment
+from hf_accum_fix.upstream.environment import LINES, Environment, still_in
 from hf_accum_fix.upstream.plan import Action, make_plan
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
 from tests.cli.processes import environment, start
