@@ -20,7 +20,6 @@ HERE = Path(__file__).parent
 #: Folders that change little, or take long, and what takes long in others: files, and tests by their ids.
 SLOW = (
     "balancing",
-    "losses/test_called_exact.py",
     "losses/test_exact_windows.py",
     "monitor",
     "patch",

@@ -110,3 +110,15 @@ def test_other_trouble_is_left_to_training_to_show() -> None:
     assert found is not None
     assert found.reduction is Reduction.PLAIN and found.reason == "its loss could not be observed: no such kernel"
     assert not host.state.exact
+
+
+def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
+    """Which terms a loss has is known without waiting for the device."""
+    host, contract = Told(), replace(MEAN, terms=(TermSpec(("MeanBackward0", True, (True, False))),))
+    host.world.device = torch.device("cuda")
+    host.state.loss.contract = contract
+    part = Part(contract, {Items(("labels",)): torch.ones(())}, 1, 1)
+    part.changed = "its loss has other terms than the observed one: SumBackward0"
+    assert Window(host, [{}], part, done=1).close(nn.Linear(1, 1)) is None
+    assert host.state.inexact == 1
+    assert "is not exact: its loss has other terms" in caplog.text

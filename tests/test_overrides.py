@@ -45,7 +45,7 @@ from tests.numerics.parity import (
 from tests.numerics.parity import training_arguments as arguments
 from tests.trainings import above
 
-DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-classes"]
+DROPS, MLM = HEADS["drops-kwargs"], HEADS["bert-mlm"]
 
 
 # --- other people's compute_loss --------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ not another's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -208,21 +207,6 @@ def train(case: Case, cut: Cut, output: Path, begun: Sequence[Mapping[str, Tenso
 def sizes(cut: Cut) -> tuple[int, ...]:
     """The samples of each micro-batch of a window."""
     return (cut[0],) * cut[1] if len(cut) == 2 else cut
-
-
-def cells(cases: Iterable[Any]) -> Any:
-    """A test for each case, at each of its cuts; CI runs the first and the last."""
-    found = [
-        pytest.param(
-            case,
-            cut,
-            id=f"{case.name}-{cut[0]}x{cut[1]}",
-            marks=[] if cut in (case.cuts[0], case.cuts[-1]) else pytest.mark.thorough,
-        )
-        for case in cases
-        for cut in case.cuts
-    ]
-    return pytest.mark.parametrize(("case", "cut"), found)
 
 
 def pieces(samples: Sequence[Sample], cut: Cut) -> list[Sequence[Sample]]:

@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_accum_fix.counting.rules import matching_rules
+from hf_accum_fix.learning.agreement import agree
 from hf_accum_fix.learning.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.learning.observe import observe
+from tests.numerics.heads.head import collate
+from tests.numerics.heads.samples import text
 
 Batch = Mapping[str, Any]
 CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -247,6 +250,28 @@ def test_factors_of_a_mix_are_the_same_on_ranks_that_round_apart(box: float, que
 
 def _boxes(target: dict[str, Tensor]) -> int:
     return len(target["class_labels"])
+
+
+def rounding_apart(rounding: float) -> LossContract:
+    """Of a trainer's own sum over the number, whose last digits move with labels that it does not use."""
+    scale = nn.Parameter(torch.ones(()))
+
+    def call(inputs: Batch, number: Tensor | None) -> Tensor:
+        assert number is not None
+        value = scale * inputs["input_ids"][:, 1:].float().sqrt()
+        summed = (value * (inputs["labels"][:, 1:] != -100)).sum()
+        return summed * (1 + rounding * bool((inputs["labels"][:, 0] != -100).any())) / number
+
+    batches = [collate(text()[start : start + 2]) for start in range(0, 8, 2)]
+    return observe(LossRun(call, nn.Linear(1, 1), torch.device("cpu")), batches, OWN)
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1.2e-7, -1.2e-7, 1e-6])
+def test_ranks_whose_losses_round_apart_observe_the_same(rounding: float) -> None:
+    """22.1141815 on one rank and 22.1141796 on the other are one loss in float32."""
+    here, there = rounding_apart(0.0), rounding_apart(rounding)
+    agreed = agree([here, there])
+    assert agreed.items is not None and agreed.items.shift and there.items == here.items
 
 
 def test_nothing_of_its_forwards_stays_alive() -> None:

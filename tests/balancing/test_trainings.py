@@ -94,9 +94,8 @@ def test_the_trajectory_is_that_of_the_windows_as_they_come(head: str, more: dic
     # Nine steps of a loss computed in float32 in llama.
     assert found.error(as_they_come.change) <= (1e-5 if head == "llama" else 1e-11)
     assert found.losses == pytest.approx(as_they_come.losses, rel=1e-5)
-    if "dataloader_num_workers" not in more:  # workers collate in processes of their own
-        assert found.windows == as_they_come.windows and len(found.windows) >= 6
-        assert sum(rows * width for rows, width in found.shapes) < sum(a * b for a, b in as_they_come.shapes)
+    assert found.windows == as_they_come.windows and len(found.windows) >= 6
+    assert sum(rows * width for rows, width in found.shapes) < sum(a * b for a, b in as_they_come.shapes)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import hf_accum_fix
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import AccumFixError
 from tests.backends.trajectory import sharding_on
-from tests.balancing.trainings import BALANCE, Run, dealt, train
+from tests.balancing.trainings import BALANCE, dealt, train
+from tests.data.runs import Run
 from tests.numerics.heads import HEADS, before
 from tests.numerics.parity import pass_over_imports, reference_step, take_step
 from tests.ranks import on_ranks, selected
@@ -51,7 +52,7 @@ def one_step(name: str, folder: Path) -> dict[str, Any]:
 
 
 def beside(found: Run, as_they_come: Run) -> dict[str, Any]:
-    same = of_all_ranks(found) == of_all_ranks(as_they_come)
+    same = found.windows == as_they_come.windows
     row = {"error": found.error(as_they_come.change), "same samples": same, "windows": len(found.windows)}
     return {**row, "padded": padded(found) / padded(as_they_come)}
 
@@ -69,7 +70,7 @@ def resumed(folder: Path, saved: int, **more: Any) -> dict[str, Any]:
     found = train(folder / f"cut-{saved}", checkpoint=folder / f"uncut-{saved}" / f"checkpoint-{saved}", **more)
     return {
         "error": found.error(uncut.change),
-        "same samples": of_all_ranks(found) == of_all_ranks(uncut)[saved:],
+        "same samples": found.windows == uncut.windows[saved:],
         "windows": len(found.windows),
     }
 
@@ -85,13 +86,6 @@ def sharded(folder: Path) -> dict[str, Any]:
     found = runs[1].trainer
     wrapped, lockstep = type(found.model_wrapped).__name__, waits_every_micro_batch(found.accelerator)
     return {**beside(runs[1], runs[0]), "wrapped": wrapped, "in lockstep": lockstep}
-
-
-def of_all_ranks(run: Run) -> list[list[int]]:
-    """The samples of every window, of both ranks together."""
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, run.windows)
-    return [sorted(one + other) for one, other in zip(*gathered, strict=True)]
 
 
 def padded(run: Run) -> int:

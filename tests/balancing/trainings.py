@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import Trainer
 
 from hf_accum_fix.data.packing import pack
 from hf_accum_fix.options import BalanceOptions
-from tests.numerics import parity
-from tests.numerics.epochs import Stream
+from tests.data import runs
+from tests.data.runs import Run
 from tests.numerics.heads import HEADS, Head, Sample
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import Returned, Trained, training_arguments
 
 #: One head for each way in which a loss is reduced, and for each way in which items are counted.
 KINDS = (
@@ -48,71 +45,16 @@ def dealt(head: Head, steps: int, ranks: int, rows: int) -> list[list[Sample]]:
     return [[head.samples[place] for place in micro_batch] for own in plan for micro_batch in own]
 
 
-class Numbered(Dataset[Any]):
-    """Texts of 1 to 40 tokens, each with its number."""
-
-    def __init__(self, count: int) -> None:
-        lengths = [3 + (index * 17) % 38 for index in range(count)]
-        samples = text(lengths=lengths, masked=lambda index, _: index % 3)
-        self.rows = [{**sample, "number": number} for number, sample in enumerate(samples)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.rows[row]
-
-
-class Plain(Returned, Trainer):
-    """The installed Trainer, in its own order."""
-
-
-class Run(Trained):
-    """A training.
-
-    Attributes:
-        windows: the samples of this rank's windows, in their order.
-        shapes: rows and width of each micro-batch.
-    """
-
-    def __init__(self, found: Trained, batches: Sequence[tuple[list[int], int]], in_epoch: int) -> None:
-        super().__init__(found.change, found.trainer)
-        self.shapes = [(len(numbers), width) for numbers, width in batches]
-        self.windows: list[list[int]] = []
-        at = 0
-        # From the back: what was resumed lacks windows of its first epoch.
-        sizes = [min(STEPS, in_epoch - start) for start in range(0, in_epoch, STEPS)]
-        for size in reversed(sizes * 3):
-            if at == len(batches):
-                break
-            own = batches[len(batches) - at - size : len(batches) - at]
-            self.windows.insert(0, sorted(number for numbers, _ in own for number in numbers))
-            at += size
-
-
 def train(
     output: Path, *, balance: bool | BalanceOptions, head: str = "llama", world_size: int = 1, stream: bool = False,
-    checkpoint: Path | None = None, patched: bool = True, rows: int = ROWS,
-    prepare: Callable[[Any], object] = lambda args: None, **arguments: Any,
+    patched: bool = True, rows: int = ROWS, **more: Any,
 ) -> Run:  # fmt: skip
-    """Three epochs in the Trainer's own order, with the patch on."""
-    count = ROWS * MICRO_BATCHES * world_size - 1
-    batches: list[tuple[list[int], int]] = []
-    made = HEADS[head]
-
-    def collate(rows: Sequence[Any]) -> Any:
-        batch = made.batch([{key: value for key, value in row.items() if key != "number"} for row in rows])
-        batches.append(([row["number"] for row in rows], batch["input_ids"].shape[1]))
-        return batch
-
-    given: dict[str, Any] = {"num_train_epochs": 3, "max_steps": 3 * WINDOWS if stream else -1, "learning_rate": 1e-2}
-    args = training_arguments(output, rows, STEPS, **{**given, **arguments})
-    prepare(args)
-    numbered = Numbered(count)
-    data = Stream(numbered.rows) if stream else numbered
-
-    def make() -> Trainer:
-        return Plain(model=made.build(), args=args, train_dataset=data, data_collator=collate)
-
-    found = parity.train(make, "apply" if patched else "stock", checkpoint=checkpoint, balance_windows=balance)
-    return Run(found, batches, MICRO_BATCHES - bool(arguments.get("dataloader_drop_last")))
+    """Three epochs of texts of 3 to 40 tokens, with the patch on; the last micro-batch lacks one."""
+    lengths = [3 + (index * 17) % 38 for index in range(ROWS * MICRO_BATCHES * world_size - 1)]
+    samples = text(lengths=lengths, masked=lambda index, _: index % 3)
+    given = {"num_train_epochs": 3, "max_steps": 3 * WINDOWS if stream else -1, **more}
+    run = runs.train(
+        HEADS[head], samples, "apply" if patched else "stock", output, stream=stream, per_device=rows,
+        accumulate=STEPS, options={"balance_windows": balance}, **given,
+    )  # fmt: skip
+    return replace(run, windows=[sorted(window) for window in run.windows])

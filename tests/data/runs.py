@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -48,9 +48,15 @@ def head_of(name: str) -> Head:
 
 @dataclass
 class Run(Trained):
-    """A training; for each optimizer step the places of the samples that were run, of all ranks."""
+    """A training.
+
+    Attributes:
+        windows: for each optimizer step the places of the samples that were run, of all ranks.
+        shapes: rows and width of each micro-batch of this rank.
+    """
 
     windows: list[list[int]]
+    shapes: list[tuple[int, ...]]
 
 
 class Noting(TrainerCallback):
@@ -59,10 +65,12 @@ class Noting(TrainerCallback):
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.places = {tuple(sample["input_ids"].tolist()): place for place, sample in enumerate(samples)}
         self.steps: list[list[int]] = [[]]
+        self.shapes: list[tuple[int, ...]] = []
 
     def note(self, inputs: Any) -> None:
         if isinstance(inputs, ZeroWeightBatch) or not len(inputs.get("input_ids", ())):
             return
+        self.shapes.append(tuple(inputs["input_ids"].shape))
         for tokens, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
             self.steps[-1].append(self.places[tuple(tokens[mask.bool()].tolist())])
 
@@ -88,39 +96,43 @@ class NotedClass(Noted, GlobalBatchTrainer):
     """The subclass."""
 
 
-class NotedClassWithoutDuplicates(Noted, GlobalBatchTrainer):
-    """The subclass with the option."""
-
-    global_batch_options = Options(drop_duplicates=True)
-
-
 def by_length() -> dict[str, Any]:
     """The argument that groups samples by length, as the release spells it."""
     return {"group_by_length": True} if before("5.0.0") else {"train_sampling_strategy": "group_by_length"}
 
 
 def train(
-    name: str, samples: Sequence[Sample], path: str, output: Path, *, per_device: int, accumulate: int,
-    stream: bool = False, drop_duplicates: bool = False, checkpoint: Path | None = None, **arguments: Any,
+    head: Head, samples: Sequence[Sample], path: str, output: Path, *, stream: bool = False,
+    checkpoint: Path | None = None, options: Mapping[str, Any] | None = None,
+    prepare: Callable[[Any], object] = lambda args: None, **arguments: Any,
 ) -> Run:  # fmt: skip
-    """Train a head: "stock", by "apply" or by the subclass ("trainer")."""
-    noting = Noting(samples)
-    ours = NotedClassWithoutDuplicates if drop_duplicates else NotedClass
-    given = {"per_device": per_device, "accumulate": accumulate, "learning_rate": RATE, **arguments}
+    """Train a head in the Trainer's own order: "stock", by "apply" or by the subclass ("trainer").
+
+    Args:
+        options: of the package.
+        prepare: changes the TrainingArguments.
+    """
+    noting, ours = Noting(samples), type("Ours", (NotedClass,), {"global_batch_options": Options(**(options or {}))})
+
+    def made(args: Any, **given: Any) -> Any:
+        prepare(args)
+        return (ours if path == "trainer" else NotedTrainer)(args=args, **given)
 
     def make() -> Any:
-        kind, data = ours if path == "trainer" else NotedTrainer, Stream(samples) if stream else samples
-        trainer = trainer_of(head_of(name), output, kind, samples=data, given={"callbacks": [noting]}, **given)
+        data = Stream(samples) if stream else samples
+        trainer = trainer_of(
+            head, output, made, samples=data, given={"callbacks": [noting]}, **{"learning_rate": RATE, **arguments}
+        )
         trainer.noting = noting
         return trainer
 
-    found = parity.train(make, path, checkpoint=checkpoint, drop_duplicates=drop_duplicates)
+    found = parity.train(make, path, checkpoint=checkpoint, **(options or {}))
     steps = noting.steps[:-1]
     if dist.is_initialized():
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, steps)
         steps = [[*chain.from_iterable(each)] for each in zip(*ranks, strict=True)]
-    return Run(found.change, found.trainer, steps)
+    return Run(found.change, found.trainer, steps, noting.shapes)
 
 
 def reference(

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from packaging.version import Version
 
-from tests.data.runs import by_length, reference, samples_of, train
+from tests.data.runs import by_length, head_of, reference, samples_of, train
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Sample, before
 from tests.numerics.parity import relative
@@ -24,6 +24,9 @@ SIZED: dict[str, dict[str, Any]] = {
     "group_by_length": {"num_train_epochs": 3, "max_steps": -1, **by_length()},
     "drop_last": {"num_train_epochs": 3, "max_steps": -1, "dataloader_drop_last": True},
 }
+
+
+MLM = head_of("bert-mlm")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def test_a_stream_that_wraps_around_steps_every_short_window(name: str, steps: i
     windows = [[0, 1, 2], [3, 4, 5], [6]]
     wanted, losses = reference(name, samples, [windows[step % 3] for step in range(steps)])
     cut: dict[str, Any] = {"per_device": 1, "accumulate": 3, "stream": True, "max_steps": steps}
-    runs = {path: train(name, samples, path, tmp_path, **cut) for path in ("stock", "apply", "trainer")}
+    runs = {path: train(head_of(name), samples, path, tmp_path, **cut) for path in ("stock", "apply", "trainer")}
     # Stock is right where the head divides by the count and no short window was met.
     right = name == "llama" and steps == 2 and not before("4.46.0")
     assert (relative(runs["stock"].change, wanted) < 1e-3) == right
@@ -55,7 +58,7 @@ def test_cut_and_resumed_it_is_the_uncut_trajectory(kind: str, tmp_path: Path) -
     """Cut after a window in mid-epoch, and after an epoch: bit for bit the same steps, losses and samples."""
     given = {"per_device": 2, "accumulate": 3, **SIZED[kind]}
     samples = samples_of("bert-mlm", 11)
-    uncut = train("bert-mlm", samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=1, **given)
+    uncut = train(MLM, samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=1, **given)
     assert relative(uncut.change, reference("bert-mlm", samples, uncut.windows)[0]) <= 1e-12
     per_epoch = 2
     for epoch in range(len(uncut.windows) // per_epoch):
@@ -64,7 +67,7 @@ def test_cut_and_resumed_it_is_the_uncut_trajectory(kind: str, tmp_path: Path) -
     # A sampler that groups by length draws its order anew where an epoch is resumed: see below.
     for at in (4,) if kind == "group_by_length" else (3, 4):
         checkpoint = tmp_path / "uncut" / f"checkpoint-{at}"
-        found = train("bert-mlm", samples, "apply", tmp_path / "cut", checkpoint=checkpoint, **given)
+        found = train(MLM, samples, "apply", tmp_path / "cut", checkpoint=checkpoint, **given)
         assert found.windows == uncut.windows[at:]
         assert found.losses == uncut.losses
         assert all(torch.equal(found.change[key], uncut.change[key]) for key in uncut.change)
@@ -92,10 +95,10 @@ def test_a_stream_is_resumed_in_any_pass(at: int, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tests.data.runs.Stream", Turned)
     given: dict[str, Any] = {"per_device": 1, "accumulate": 3, "stream": True, "max_steps": 10}
     samples = samples_of("bert-mlm", 7)
-    uncut = train("bert-mlm", samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=1, **given)
+    uncut = train(MLM, samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=1, **given)
     assert uncut.windows[:4] == [[0, 1, 2], [3, 4, 5], [6], [1, 2, 3]]
     checkpoint = tmp_path / "uncut" / f"checkpoint-{at}"
-    found = train("bert-mlm", samples, "apply", tmp_path / "cut", checkpoint=checkpoint, **given)
+    found = train(MLM, samples, "apply", tmp_path / "cut", checkpoint=checkpoint, **given)
     assert found.windows == uncut.windows[at:]
     assert all(torch.equal(found.change[key], uncut.change[key]) for key in uncut.change)
 
@@ -103,9 +106,9 @@ def test_a_stream_is_resumed_in_any_pass(at: int, tmp_path: Path, monkeypatch: p
 def cut_in_mid_epoch(kind: str, folder: Path, path: str = "apply", **more: Any) -> tuple[Any, Any, Any]:
     """The samples, the uncut run, and one that goes on after its third step."""
     given, samples = {"per_device": 2, "accumulate": 3, **SIZED[kind]}, samples_of("bert-mlm", 11)
-    uncut = train("bert-mlm", samples, "apply", folder / "uncut", save_strategy="steps", save_steps=3, **given)
+    uncut = train(MLM, samples, "apply", folder / "uncut", save_strategy="steps", save_steps=3, **given)
     checkpoint = folder / "uncut" / "checkpoint-3"
-    return samples, uncut, train("bert-mlm", samples, path, folder / path, checkpoint=checkpoint, **given, **more)
+    return samples, uncut, train(MLM, samples, path, folder / path, checkpoint=checkpoint, **given, **more)
 
 
 def test_groups_by_length_resumed_in_mid_epoch_are_upstreams_own_and_exact(tmp_path: Path) -> None:

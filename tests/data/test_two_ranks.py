@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hf_accum_fix
-from tests.data.runs import by_length, once_each, reference, samples_of, train
+from tests.data.runs import by_length, head_of, once_each, reference, samples_of, train
 from tests.logged import logged
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import pass_over_imports, relative
@@ -53,12 +53,10 @@ def run(case: str, output: Path) -> dict[str, Any]:
     hf_accum_fix.observations.clear()
     logging.getLogger("hf_accum_fix").setLevel(logging.INFO)
 
-    def trained(path: str, drop: bool = False, **more: Any) -> Any:
+    def trained(path: str, drop: bool = False) -> Any:
         pass_over_imports()
-        return train(
-            name, samples, path, output, per_device=per_device, accumulate=accumulate, drop_duplicates=drop,
-            **{**arguments, "ddp_backend": "gloo", **more},
-        )  # fmt: skip
+        given = {"per_device": per_device, "accumulate": accumulate, "options": {"drop_duplicates": drop}, **arguments}
+        return train(head_of(name), samples, path, output, ddp_backend="gloo", **given)
 
     with logged(logging.INFO) as warned:
         stock, plain = trained("stock"), trained("apply")
@@ -87,11 +85,11 @@ def resumed(output: Path) -> dict[str, Any]:
     """Cut after the first window of the second epoch, whose last one holds repeated samples."""
     samples = samples_of("bert-mlm", 9)
     given = {**sized(), "save_strategy": "steps", "save_steps": 3, "ddp_backend": "gloo"}
-    cut = {"per_device": 2, "accumulate": 2, "drop_duplicates": True}
-    uncut = train("bert-mlm", samples, "apply", output / "uncut", **cut, **given)
+    cut: Any = {"per_device": 2, "accumulate": 2, "options": {"drop_duplicates": True}}
+    uncut = train(head_of("bert-mlm"), samples, "apply", output / "uncut", **cut, **given)
     dist.barrier()
     folder = output / "uncut" / "checkpoint-3"
-    found = train("bert-mlm", samples, "apply", output / "cut", checkpoint=folder, **cut, **given)
+    found = train(head_of("bert-mlm"), samples, "apply", output / "cut", checkpoint=folder, **cut, **given)
     same = all(torch.equal(found.change[key], uncut.change[key]) for key in found.change)
     return {"same bits": same, "windows": [uncut.windows[3:], found.windows]}
 

@@ -37,13 +37,6 @@ def _ending(samples: list[Sample]) -> list[Sample]:
     return samples
 
 
-def classed(window: int = 0) -> list[Sample]:
-    """Eight texts of one length with a class for every token, and nothing masked."""
-    samples = text(seed=window, lengths=(12,) * 8)
-    g = generator(window + 100)
-    return [{**sample, "labels": torch.randint(0, 4, (12,), generator=g)} for sample in samples]
-
-
 def points(label: Callable[[int, torch.Generator], Any], window: int = 0, count: int = 8) -> list[Sample]:
     """Four numbers each, and what ``label(index, generator)`` says of them: a tensor, or several by name."""
     g = generator(window)

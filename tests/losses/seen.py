@@ -66,11 +66,6 @@ class Seen:
         return F.cross_entropy(self.logits[:, 1, :4], self.batch["kind"], reduction="none")
 
     @property
-    def each_row(self) -> list[Tensor]:
-        """Of each text the mean over its tokens."""
-        return [self.rows(slice(row, row + 1)).tokens for row in range(len(self.logits))]
-
-    @property
     def guarded(self) -> Tensor:
         """The mean over next tokens, zero where there is none."""
         losses, valid = self.each_token
@@ -105,12 +100,6 @@ def classes(s: Seen) -> Tensor:
 
 def both(s: Seen) -> Tensor:
     return s.tokens + s.classes
-
-
-def mean_by_hand(s: Seen) -> Tensor:
-    """No loss function of torch in it."""
-    log_p, valid = s.log_p
-    return -(log_p * valid).sum() / valid.sum()
 
 
 def class_weighted(s: Seen) -> Tensor:

@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.losses import cases, models, test_chunks, test_labels
-from tests.losses.cases import EITHER, EXACT, GRADIENT, INEXACT, in_model, in_own
-from tests.losses.seen import Loss, Seen, Texts, both
-from tests.losses.test_called_exact import AS_STOCK
+from tests.losses.cases import CASES, KEYS, TURNS, labelled
+from tests.losses.models import texts
+from tests.losses.rows import EITHER, GRADIENT, INEXACT, attack, in_model
+from tests.losses.seen import Loss, Mean, Seen, Texts, class_weighted, full, holding
 from tests.losses.verdicts import Verdict, by_trainer, faults
-from tests.numerics.parity import pass_over_imports
+from tests.numerics.parity import StockRecorder, pass_over_imports
 from tests.ranks import on_ranks
 from tests.trainings import Case, Cut
 
@@ -40,30 +41,47 @@ def by_other(s: Seen) -> Seen:
     return s.by(s.model.logits_of_other(s.batch["input_ids"]))
 
 
+class LeavesOutOnOne(StockRecorder):
+    """Every other micro-batch of the second rank, which the first one must not wait for."""
+
+    entered = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.entered += 1
+        if self.args.process_index == 1 and self.entered % 2 == 1:
+            return torch.zeros((), dtype=torch.float64)
+        return super().training_step(*args, **kwargs)
+
+
+#: Of `CASES`: read alike by both ranks; said, or stock's; declared, clamped and in chunks; trainers of the wild.
+_ALSO = """
+    5-both-super 9-sample-means-own terms-weighted-model terms-hidden-model terms-masked-later
+    alone-checkpointed-kind alone-mean-and-kind-detached alone-mean-and-kind-uncertain alone-reentrant-kind
+    alone-fused-kind alone-mean-and-kind-reversed alone-mean-and-kind-stop-gradient alone-mean-and-kind-greatest
+    public-a-key-that-the-step-adds public-number-plus-one public-number-in-a-kernel public-a-models-number-plus-one
+    clamp-gliner-own clamp-doremi-own clamp-floor-large-own chunks-sums
+    swift-classes swift-mlm-by-super swift-dpo divides-the-base sum-over-the-number own-step own-step-divided-twice
+"""
+NAMED = {case.name: case for case in CASES}
+WINDOWS = [texts(window) for window in range(3)]
 READ = [
-    in_own("both", EXACT, both),
-    in_own("sample-means", EXACT, cases.sample_means),
-    in_own("checkpoint", EXACT, cases.beside_classes(cases.checkpointed(False))),
-    in_own("detached", GRADIENT, cases.with_detached),
     in_model("detached-head", GRADIENT, lambda s: s.tokens + by_other(s).classes.detach(), head=TwoHeads),
     in_model("detached-tokens", GRADIENT, lambda s: s.classes + by_other(s).tokens.detach(), head=TwoHeads),
-    # In the model, since ranks look for its parameters in a forward.
-    in_model("uncertain", EITHER, cases.uncertain, learnt={"s": [0.2, -0.3]}),
-    in_own("reentrant", EITHER, cases.beside_classes(cases.checkpointed(True))),
-    in_own("fused", EITHER, cases.beside_classes(cases.by_function(models.Fused))),
-    in_own("reversed", EITHER, cases.with_reversed),
     # W is 2.
-    in_own("half", EITHER, cases.half),
-    in_own("balanced", INEXACT, cases.balanced_terms),
-    in_own("max", INEXACT, cases.greater),
+    replace(NAMED["alone-own-half"], verdict=EITHER),
+    attack("leaves-out", INEXACT, full(class_weighted), holding(class_weighted, Mean), WINDOWS, LeavesOutOnOne),
 ]
 ROWS: Mapping[str, Case] = {
-    each.name: replace(each, cuts=(each.cuts[0] if each.verdict is Verdict.AVERAGED else CUT,), arguments=ON_RANKS)
+    each.name: replace(
+        each,
+        cuts=(each.cuts[0] if each.verdict is Verdict.AVERAGED else CUT,),
+        arguments={**each.arguments, **ON_RANKS},
+        tolerance=1e-12 if each.verdict is Verdict.STOCK else each.tolerance,
+    )
     for each in [
         *READ,
-        *(replace(each, verdict=Verdict.STOCK, tolerance=1e-12) for each in AS_STOCK),
-        *(replace(test_chunks.case(name, CUT, ranks=2), name=f"chunks-{name}") for name in ("halves", "pairs")),
-        *(test_labels.case(turns, keys, (2, 2), 2) for turns in test_labels.TURNS for keys in test_labels.KEYS),
+        *(NAMED[name] for name in _ALSO.split()),
+        *(labelled(turns, keys, (2, 2), 2) for turns in TURNS for keys in KEYS),
     ]
 }
 

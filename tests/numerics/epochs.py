@@ -44,25 +44,16 @@ def plain_sgd(head: Head, windows: Sequence[Sequence[Sample]]) -> tuple[dict[str
     return parity.plain_sgd(head.build(), lambda model, w: head.reference_loss(model, head.batch(w)), windows, RATE)
 
 
-def train(
-    head: Head,
-    path: str,
-    output: Path,
-    *,
-    stream: bool,
-    world_size: int = 1,
-    checkpoint: Path | None = None,
-    **arguments: Any,
-) -> Trained:
+def train(head: Head, path: str, output: Path, *, stream: bool, world_size: int = 1) -> Trained:
     """All epochs."""
     samples = epoch_samples(head, world_size)
     given: dict[str, Any] = {"max_steps": EPOCHS * WINDOWS} if stream else {"num_train_epochs": EPOCHS, "max_steps": -1}
     # A dispatching loader would have to concatenate ragged samples.
     given["accelerator_config"] = {"dispatch_batches": False} if stream else None
-    given |= {"per_device": 1, "accumulate": 3, "learning_rate": RATE, **arguments}
+    given |= {"per_device": 1, "accumulate": 3, "learning_rate": RATE}
     data = Stream(samples) if stream else samples
 
     def make() -> Any:
         return trainer_of(head, output, recorder(path), samples=data, **given)
 
-    return parity.train(make, path, checkpoint=checkpoint)
+    return parity.train(make, path)

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.logged import Said
 from tests.numerics.heads import HEADS, Head
+from tests.numerics.heads.detection import LW_DETR
+from tests.numerics.heads.head import of_class
+from tests.numerics.heads.samples import boxes, images
+from tests.numerics.heads.vision import frozen_batch_norm
 from tests.numerics.parity import Step, contract_of, cut, reference_step, reference_windows, take_step
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
@@ -153,3 +158,18 @@ def test_the_sum_warns_that_it_grows(tmp_path: Path, said: Said) -> None:
     head = HEADS["wav2vec2-ctc-sum"]
     take_step(head, [*head.samples, *head.samples], 2, 4, "trainer", tmp_path, steps=2)
     assert len(said("grows with the global batch")) == 1
+
+
+def test_a_micro_batch_without_boxes_under_groups_of_queries(tmp_path: Path) -> None:
+    """LW-DETR divides by boxes x groups, but by at least one box of all groups together."""
+
+    def some_without(index: int, g: torch.Generator) -> dict[str, Tensor]:
+        return {key: value[:0] if index in (2, 3) else value for key, value in boxes(index, g).items()}
+
+    samples, config = images(some_without, 64, torch.float32), {**LW_DETR, "group_detr": 8}
+    head = of_class("LwDetrForObjectDetection", config, samples, 1e-5, dtype=torch.float32, prepare=frozen_batch_norm)
+    wanted = reference_step(head, [samples])
+    for split in ((2, 4), (1, 8)):
+        stock, patched = (take_step(head, samples, *split, path, tmp_path) for path in ("stock", "apply"))
+        assert stock.error(wanted) > 0.01
+        assert patched.error(wanted) <= head.tolerance and contract_of(patched).exact

@@ -83,15 +83,8 @@ def markdown(table: Sequence[Mapping[str, Any]]) -> str:
         head = "" if row["head"] == row["class"] else row["head"]
         stock = f"raises {row['stock_raised']}" if row["stock_raised"] else f"{row['stock_worst_error']:.1e}"
         times = "" if row["stock_times_at_1x8"] is None else f"{row['stock_times_at_1x8']:.2f}"
-        cells = [
-            row["class"],
-            head,
-            row["origin"] or "",
-            row["contract"],
-            stock,
-            times,
-            f"{row['ours_worst_error']:.1e}",
-        ]
+        ours = f"{row['ours_worst_error']:.1e}"
+        cells = (row["class"], head, row["origin"] or "", row["contract"], stock, times, ours)
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "## Left out", "", "| class | why |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(LEFT_OUT.items())]

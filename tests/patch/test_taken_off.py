@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -10,20 +9,17 @@ from typing import Any
 
 import pytest
 import transformers.trainer
-from packaging.version import Version
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 import hf_accum_fix
 from hf_accum_fix import ForeignPatchError
-from hf_accum_fix.upstream.seams import ARGUMENTS, ATTRIBUTES, STATE, TRAINER, seams_of
-from tests.cli.processes import ROOT, python
+from hf_accum_fix.upstream.seams import seams_of
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import trainer_of
+from tests.patch.toys import INSTALLED, SEAMS, fresh, toy_in
 
-SEAMS = [seam.name for seam in seams_of(None)]
 HEAD = HEADS["drops-kwargs"]
-INSTALLED = transformers.__version__
 ON = "hf-accum-fix: 0.1.0 is on"
 
 
@@ -88,47 +84,9 @@ def test_a_trainer_whose_train_is_its_own_trains(tmp_path: Path) -> None:
     assert isinstance(Elses(trainer.callback_handler).train(), TrainerControl)
 
 
-def fresh(script: str, *folders: Path, returncode: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter whose first folders on the path are those given."""
-    prelude = STAND_IN if any((folder / "transformers").is_dir() for folder in folders) else ""
-    return python("-W", "ignore", "-c", prelude + script, path=(*folders, ROOT), code=returncode, **variables)
-
-
-#: What stands in, under a toy transformers, for the rooms that import the real one.
-STAND_IN = f"""
-import sys, types
-ours = {{name: lambda wrapped, *_, **__: wrapped() for name in {SEAMS}}}
-sys.modules["hf_accum_fix.overrides"] = types.SimpleNamespace(OVERRIDES=ours, hand_back=lambda _: None)
-sys.modules["hf_accum_fix.evaluation"] = types.SimpleNamespace(evaluation_loop=None)
-"""
-
-
-def declared(target: str, indent: int = 0) -> str:
-    """The lines by which a class or a module has the names that apply() looks for."""
-    rows = (row for row in ATTRIBUTES if row.target == target and row.seen == "class" and row.is_in(Version(INSTALLED)))
-    return "".join(f"{' ' * indent}{row.name} = None\n" for row in rows)
-
-
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """A transformers whose class Trainer can live anywhere."""
-    methods = "".join(f"    def {seam.name}(self, {', '.join(seam.parameters)}): pass\n" for seam in seams_of(None))
-    files = {
-        "__init__": f'__version__ = "{INSTALLED}"\n',
-        "trainer_callback": "class CallbackHandler:\n"
-        "    def on_train_begin(self, args, state, control): return control\n"
-        f"class TrainerState:\n{declared(STATE, 4)}{declared('transformers.trainer_callback')}",
-        "trainer_pt_utils": declared("transformers.trainer_pt_utils"),
-        "models/auto/modeling_auto": declared("transformers.models.auto.modeling_auto"),
-        "training_args": f"class TrainingArguments:\n{declared(ARGUMENTS, 4)}",
-        "trainer": "from transformers.trainer_callback import CallbackHandler\n"
-        f"{declared('transformers.trainer')}class Trainer:\n{declared(TRAINER, 4)}{methods}"
-        "    def loop(self): return CallbackHandler().on_train_begin(None, None, 'stock')\n",
-    }
-    (tmp_path / "transformers" / "models" / "auto").mkdir(parents=True)
-    for name, text in files.items():
-        (tmp_path / "transformers" / f"{name}.py").write_text(text)
-    return tmp_path
+    return toy_in(tmp_path)
 
 
 def test_a_class_that_moved_behind_a_module_of_the_old_name_trains_nothing(toy: Path) -> None:

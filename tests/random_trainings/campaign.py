@@ -2,8 +2,7 @@
 
 Prints how many were drawn, and how many were silent, worse than stock, or crashed, with the seed of each; every
 training is a line of the file. A run that is broken off is gone on with by the same command, which passes over what
-the file holds. ``--draws 1 --seed 17 --kind loop --tell`` runs one again and tells all of it; ``--against FILE``
-compares what was found with an earlier run's.
+the file holds. ``--draws 1 --seed 17 --kind loop --tell`` runs one again and tells all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -79,10 +78,8 @@ def _in_this_process(folder: Path) -> Iterator[Run]:
     silence = (folder / f"{os.getpid()}.log").open("w")
 
     def run(composition: Composition) -> Line:
-        begun = time.process_time()
         found = outcome(composition, folder)
         line: Line = {"verdict": found.verdict, "faults": [list(fault) for fault in found.faults]}
-        line["cpu"] = round(time.process_time() - begun, 3)
         for name, training in (("ours", found.patched), ("stock", found.stock)):
             if training is not None:
                 line[name] = [float(f"{error:.2e}") for error in training.errors]
@@ -190,12 +187,6 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-def again(line: Mapping[str, Any]) -> Composition:
-    """The composition of a line, also where the seed draws another by now."""
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in line["composition"].items()}
-    return Composition(**given)
-
-
 def table(lines: Sequence[Line], *, seeds: int = 10) -> str:
     """By kind of training; then the seeds of each kind of fault, and the parts that most of them have."""
     verdicts = dict.fromkeys(["exact", "exact, warned of", "said", "refused", "both raise"])
@@ -224,23 +215,6 @@ def table(lines: Sequence[Line], *, seeds: int = 10) -> str:
     return "\n".join(words)
 
 
-def changed(before: Sequence[Line], now: Sequence[Line], *, seeds: int = 6) -> str:
-    """How verdicts differ between two runs of the same seeds, with the overrides and heads that most of them have."""
-    known = {(line["kind"], line["seed"]): line["verdict"] for line in before}
-    by_change = defaultdict(list)
-    for line in sorted(now, key=lambda line: line["seed"]):
-        was = known.get((line["kind"], line["seed"]), line["verdict"])
-        if was != line["verdict"]:
-            by_change[was, line["verdict"]].append(line)
-    words = []
-    for (was, becomes), lines in sorted(by_change.items(), key=lambda each: -len(each[1])):
-        words.append(f"{was} -> {becomes}: {len(lines)}, such as {[(e['kind'], e['seed']) for e in lines[:seeds]]}")
-        for part in ("head", "override"):
-            of_part = Counter(line["composition"][part] for line in lines).most_common(8)
-            words.append(f"  by {part}: {', '.join(f'{name} {count}' for name, count in of_part)}")
-    return "\n".join(words) or "no verdict differs"
-
-
 def campaign(kind: str, seeds: Sequence[int], workers: int, out: TextIO, folder: Path) -> Iterator[Line]:
     """Train what seeds draw, each a line of a file as soon as it is known."""
     for line in Workers(kind, folder).lines(seeds, workers):
@@ -258,7 +232,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="of two ranks each a pair")
     parser.add_argument("--out", type=Path, default=Path("campaign.jsonl"), help="a line a training; added to")
     parser.add_argument("--tell", action="store_true", help="print every fault as it is found, in full")
-    parser.add_argument("--against", type=Path, help="the file of an earlier run, to compare with")
     options = parser.parse_args(given)
     seeds, kinds = range(options.seed, options.seed + options.draws), options.kind or list(KINDS)
     held = [line for line in read(options.out) if line["seed"] in seeds and line["kind"] in kinds]
@@ -267,7 +240,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.out.exists() and options.out.read_bytes()[-1:] not in (b"", b"\n"):
         with options.out.open("a") as out:
             out.write("\n")
-    found, begun, reported = [*held], time.monotonic(), time.monotonic()
+    found, begun = [*held], time.monotonic()
     with options.out.open("a") as out, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for kind in kinds:
             left = [seed for seed in seeds if (kind, seed) not in done]
@@ -275,19 +248,10 @@ def main(given: Sequence[str] | None = None) -> int:
                 found.append(line)
                 if options.tell and line["faults"]:
                     print(f"{line['kind']} {line['seed']}: {line.get('told', line['faults'])}\n", flush=True)
-                if time.monotonic() - reported > 60:
-                    reported = time.monotonic()
-                    faults = Counter(fault for each in found for fault in {fault for fault, _ in each["faults"]})
-                    counts = ", ".join(f"{faults[fault]} {fault}" for fault in FAULTS)
-                    print(f"{reported - begun:.0f} s: {len(found)} drawn, {counts}", flush=True)
     new, seconds = len(found) - len(held), time.monotonic() - begun
     print(table(found))
-    if options.against is not None:
-        print(changed(read(options.against), found))
     if new:
         print(f"{new} in {seconds:.0f} s by {options.workers} workers: {new / seconds:.1f} a second")
-    if cpu := [line["cpu"] for line in found[len(held) :] if "cpu" in line]:
-        print(f"one rank and loops: {len(cpu) / sum(cpu):.1f} a second of processor time")
     return int(any(line["faults"] for line in found))
 
 

@@ -174,14 +174,7 @@ def usual(of: Scored, reduction: str = "mean") -> Tensor:
 
 
 def by_hand(of: Scored, reduction: str = "mean") -> Tensor:
-    """The same without a loss function of torch."""
-    if of.head.level in ("number", "flags"):
-        labels = of.labels.to(of.scores)
-        if of.head.level == "number":
-            losses = (of.scores[:, 0] - labels).square()
-        else:
-            losses = F.softplus(of.scores[:, :3]) - of.scores[:, :3] * labels
-        return losses.sum() if reduction == "sum" else losses.mean()
+    """The same without a loss function of torch, of classes."""
     losses, valid = token_losses(of)
     return (losses * valid).sum() / (1 if reduction == "sum" else valid.sum())
 
@@ -336,11 +329,11 @@ def mean_of_texts(s: Seen) -> Tensor:
     return ((losses * valid).sum(1) / valid.sum(1).clamp(min=1)).mean()
 
 
-def logged(s: Seen, function: HeadLoss) -> Tensor:
+def logged(s: Seen) -> Tensor:
     """Another loss is computed for the log alone."""
     with torch.no_grad():
         kind(s)
-    return function(s)
+    return usual(s)
 
 
 def imported_kind(s: Seen) -> Tensor:
@@ -408,16 +401,6 @@ def tasks(s: Seen) -> Tensor:
     return loss
 
 
-def worst_task(s: Seen) -> Tensor:
-    """Group DRO (Sagawa et al. 2020)."""
-    losses, valid = text_losses(s)
-    found = []
-    for task in s.columns["task"].unique():
-        rows = s.columns["task"] == task
-        found.append((losses[rows] * valid[rows]).sum() / valid[rows].sum().clamp(min=1))
-    return torch.stack(found).max(0).values
-
-
 def class_by_class(s: Seen) -> Tensor:
     """A term for each class that is there."""
     of = s.columns["kind"].long()
@@ -445,12 +428,6 @@ def weights_by_hand(s: Seen, *, over_targets: bool = False) -> Tensor:
     classes = aligned(s)[1].clamp(min=0)
     weights = torch.linspace(0.2, 1.0, VOCABULARY, dtype=losses.dtype)[classes] * valid
     return (losses * weights).sum() / (valid if over_targets else weights).sum()
-
-
-def weights_over_samples(s: Seen) -> Tensor:
-    """Each sample's own loss by torch, weighed, and of that the mean over samples."""
-    losses = F.cross_entropy(s.pooled, s.labels.long(), reduction="none", ignore_index=s.head.ignore)
-    return (losses * torch.linspace(0.2, 1.0, VOCABULARY).to(losses)[s.labels.long().clamp(min=0)]).mean()
 
 
 def first_target(s: Seen) -> Tensor:
@@ -547,11 +524,9 @@ HEADS: dict[str, Head] = {
         Head("mean-of-tokens", "token", usual),
         Head("mean-of-classes", "sample", usual),
         Head("mean-by-hand", "next", by_hand),
-        Head("mean-of-tokens-by-hand", "token", by_hand),
         Head("mean-of-classes-by-hand", "sample", by_hand),
         Head("mean-in-float32", "next", lambda s: usual(in_float32(s)), float32=True),
         Head("number", "next", number, by_number=True),
-        Head("number-of-tokens", "token", number, by_number=True),
         Head("number-of-classes", "sample", number, by_number=True),
         Head("number-by-hand", "next", lambda s: number(s, by_hand), by_number=True),
         Head("number-in-float32", "next", lambda s: number(in_float32(s)), float32=True, by_number=True),
@@ -561,15 +536,11 @@ HEADS: dict[str, Head] = {
         Head("weights-column", "next", weights_column, ("weights",)),
         Head("weighted-elements", "token value", weighted_elements, ("weights",)),
         Head("regression", "number", usual),
-        Head("regression-by-hand", "number", by_hand),
         Head("multi-label", "flags", usual),
-        Head("multi-label-by-hand", "flags", by_hand),
         Head("two-terms-kind", "next", lambda s: usual(s) + kind(s), ("kind",)),
         Head("two-terms-sentence", "token", lambda s: usual(s) + kind(s, SENTENCE), (SENTENCE,)),
-        Head("two-terms-weighed", "next", lambda s: usual(s) + 0.3 * kind(s, "kind_labels"), ("kind_labels",)),
         Head("two-terms-number", "next", lambda s: number(s) + kind(s), ("kind",), by_number=True),
         Head("mean-and-z", "next", lambda s: with_z(s, usual(s))),
-        Head("mean-by-hand-and-z", "next", lambda s: with_z(s, by_hand(s))),
         Head("number-and-z", "next", lambda s: with_z(s, number(s)), by_number=True),
         Head("indexed", "token", indexed, ignore=-1),
         Head("without-nan", "token value", without_nan),
@@ -577,7 +548,6 @@ HEADS: dict[str, Head] = {
         Head("focal", "next", focal),
         Head("sum", "next", lambda s: usual(s, "sum")),
         Head("sum-of-classes", "sample", lambda s: usual(s, "sum")),
-        Head("root", "number", lambda s: usual(s).sqrt()),
         Head("in-batch-negatives", "sample", in_batch_negatives),
         Head("mean-of-texts", "next", mean_of_texts),
         *(_mixed_head(name, usual, "mean") for name in MIXINGS),
@@ -587,10 +557,8 @@ HEADS: dict[str, Head] = {
         Head("quarter", "next", lambda s: 0.25 * usual(s)),
         Head("over-itself", "next", lambda s: over_itself(usual(s))),
         Head("flooded", "next", lambda s: flooding(usual(s), FLOOD)),
-        Head("perplexity", "next", lambda s: 0.5 * usual(s).exp()),
         Head("root-of-tokens", "next", lambda s: 2 * usual(s).sqrt()),
         Head("zero-first", "next", lambda s: min(s.model.step, 1) * usual(s), windows=3),
-        Head("imported", "next", imported),
         Head("imported-kind", "next", lambda s: imported(s) + imported_kind(s), ("kind",)),
         Head("checkpointed", "next", lambda s: recomputed(s, reentrant=False)),
         Head("checkpointed-kind", "next", lambda s: recomputed(s, reentrant=False) + kind(s), ("kind",)),
@@ -598,25 +566,19 @@ HEADS: dict[str, Head] = {
         Head("reentrant-kind", "next", lambda s: recomputed(s, reentrant=True) + kind(s), ("kind",)),
         Head("fused", "next", fused),
         Head("fused-kind", "next", lambda s: fused(s) + kind(s), ("kind",)),
-        Head("logged-kind", "next", lambda s: logged(s, usual), ("kind",)),
-        Head("logged-kind-by-hand", "next", lambda s: logged(s, by_hand), ("kind",)),
+        Head("logged-kind", "next", logged, ("kind",)),
         Head("queue", "next", queue, state={"queue": random_keys}),
         Head("centre", "sample", centre, state={"centre": lambda: torch.zeros(VOCABULARY)}),
         Head("over-average", "next", over_average, state={"average": lambda: torch.ones(())}),
         Head("counting", "next", counting, state={"calls": lambda: torch.zeros((), dtype=torch.long)}),
         Head("tasks", "next", tasks, ("task",)),
-        Head("worst-task", "next", worst_task, ("task",)),
         Head("class-by-class", "next", class_by_class, ("kind",)),
         Head("kind-where-labelled", "next", kind_where_labelled, ("kind",)),
         Head("where-labelled", "next", where_labelled, unlabelled=True),
         Head("stack-of-rows", "next", mean_of_rows),
-        Head("stack-of-classes", "sample", mean_of_rows),
-        # A sample mean plus a token mean, as preference losses with a supervised term.
-        Head("texts-and-tokens", "next", lambda s: mean_of_texts(s) + by_hand(s)),
         Head("weights-by-hand", "next", weights_by_hand),
         Head("weights-by-hand-over-targets", "next", lambda s: weights_by_hand(s, over_targets=True)),
         Head("weights-by-hand-of-classes", "sample", weights_by_hand),
-        Head("weights-over-samples", "sample", weights_over_samples),
         Head("focal-of-classes", "sample", focal),
         Head("first-target", "next", first_target),
         Head("asserts", "next", asserts),
@@ -647,7 +609,6 @@ class Override:
         plain: only of heads whose padding is the ignored index of the library.
         float32: upstream computes it in float32.
         learns: two factors of the model, outside of its forward.
-        unlabelled: a window may have no target at all.
         windows: that a training needs to show how it changes.
         number: only of heads that divide by the number.
         loss: of a micro-batch, where a model's own forward can compute it, too, for a loop.
@@ -662,7 +623,6 @@ class Override:
     plain: bool = False
     float32: bool = False
     learns: bool = False
-    unlabelled: bool = False
     windows: int = 1
     number: bool = False
     loss: Loss | None = None
@@ -674,8 +634,7 @@ class Override:
 
     def data(self, head: Head) -> tuple[str, ...]:
         """Kinds of data that it can be trained on."""
-        none = self.unlabelled or (head.unlabelled and self.full is full_base)
-        return (*DATA, UNLABELLED) if none else DATA
+        return (*DATA, UNLABELLED) if head.unlabelled and self.full is full_base else DATA
 
 
 class _Inside:
@@ -825,11 +784,6 @@ def far(m: Made) -> Tensor:
     return divergence(m.scores, m.seen_by(_teacher()), m.kept)
 
 
-def far_by_torch(m: Made) -> Tensor:
-    logits, others = m.scores[m.kept], m.seen_by(_teacher())[m.kept]
-    return F.kl_div(logits.log_softmax(-1), others.log_softmax(-1), reduction="batchmean", log_target=True)
-
-
 def far_by_number(m: Made) -> Tensor:
     """KL(teacher || logits) over the targets: the mean, or the sum over the number."""
     logits, labels = aligned(m)
@@ -918,19 +872,6 @@ def _super_by_rows(trainer: Any, base: Any, model: Any, inputs: Any, number: Any
     return torch.stack(losses).mean() if losses else 0.0 * outputs["logits"].sum(), outputs
 
 
-def _own_logged(m: Made) -> Tensor:
-    """What torch computes is logged, and what is trained is by hand."""
-    with torch.no_grad():
-        usual(m)
-    return by_hand(m) + 0.5 * far_by_torch(m)
-
-
-def own_where_labelled(m: Made) -> Tensor:
-    """A penalty, and a loss where there is any label."""
-    loss = 0.01 * squares(m.model)
-    return loss + usual(m) if has_target(m.labels, m.head) else loss
-
-
 def over_itself(loss: Tensor) -> Tensor:
     return loss / loss.detach()
 
@@ -954,8 +895,6 @@ def _mixed_override(prefix: str, name: str, place: Callable[[Of], Loss], base: O
 #: Labels that a function of the logits knows.
 KNOWN = (*CLASSES, "number", "flags")
 FULL_USUAL, FULL_MASKED = whole(own(usual)), whole(_masked_in_loss)
-FULL_TAUGHT = whole(by_super(lambda m: m.loss + 0.5 * far(m)))
-FULL_QUARTER = whole(own(lambda m: 0.25 * usual(m)))
 
 OVERRIDES: dict[str, Override] = {
     override.name: override
@@ -966,21 +905,14 @@ OVERRIDES: dict[str, Override] = {
         _override("half", by_super(lambda m: 0.5 * m.loss)),
         _override("squares", by_super(lambda m: m.loss + 0.01 * squares(m.model))),
         _override("teacher", by_super(lambda m: m.loss + 0.5 * far(m))),
-        _override("teacher-by-torch", by_super(lambda m: m.loss + 0.5 * far_by_torch(m)), FULL_TAUGHT),
         _override("super-by-steps", by_super(by_steps), full_base, looped=False),
         _override("outputs-loss", _outputs_loss, full_base),
         _override("from-logits", by_super(usual), FULL_USUAL, levels=KNOWN),
         _override("models-own", by_model(), full_base),
         _override("models-own-by-steps", by_model(by_steps), full_base, looped=False),
-        _override(
-            "models-own-by-window",
-            by_model(lambda m: m.loss / m.trainer.current_gradient_accumulation_steps),
-            full_base,
-            looped=False,
-        ),
         _override("models-own-where-number", by_model(where_number), full_base, looped=False),
         _override("own", own(usual), levels=KNOWN),
-        _override("own-by-hand", own(by_hand), FULL_USUAL, levels=KNOWN),
+        _override("own-by-hand", own(by_hand), FULL_USUAL, levels=CLASSES),
         _override("own-by-steps", own(lambda m: by_steps(replace(m, loss=usual(m)))), levels=KNOWN, looped=False),
         _override("own-number", own(own_number), FULL_USUAL, levels=CLASSES),
         # The number counts labels other than -100, whatever a sum by hand leaves out.
@@ -1012,13 +944,10 @@ OVERRIDES: dict[str, Override] = {
         _override("super-over-itself", by_super(lambda m: over_itself(m.loss))),
         _override("own-half", own(lambda m: 0.5 * usual(m)), levels=KNOWN),
         _override("own-quarter", own(lambda m: 0.25 * usual(m)), levels=KNOWN),
-        _override("own-quarter-by-hand", own(lambda m: 0.25 * by_hand(m)), FULL_QUARTER, levels=KNOWN),
         _override("own-over-itself", own(lambda m: over_itself(usual(m))), levels=KNOWN),
-        _override("own-flooded", own(lambda m: flooding(usual(m), FLOOD)), levels=KNOWN),
-        _override("own-root", own(lambda m: usual(m).sqrt()), levels=KNOWN),
         _override("own-self-taught", own(lambda m: 0.5 * usual(m) + 0.5 * from_start(m)), levels=KNOWN),
         Override("own-by-kept-steps", _keeping(own(usual)), FULL_USUAL, levels=KNOWN),
-        Override("own-by-hand-by-kept-steps", _keeping(own(by_hand)), FULL_USUAL, levels=KNOWN),
+        Override("own-by-hand-by-kept-steps", _keeping(own(by_hand)), FULL_USUAL, levels=CLASSES),
         Override("super-by-kept-steps", _keeping(_without_number), full_base),
         _override(
             "super-and-teacher-by-steps",
@@ -1031,11 +960,7 @@ OVERRIDES: dict[str, Override] = {
             "super-and-teacher-by-number", by_super(lambda m: m.loss + 0.5 * far_by_number(m)), number=True, plain=True
         ),
         _override("super-by-rows", _super_by_rows, levels=KNOWN),
-        _override("own-rows", own(mean_of_rows), levels=KNOWN),
-        _override("own-imported", own(imported), FULL_USUAL, levels=CLASSES),
-        _override("own-logged", own(_own_logged), whole(own(lambda m: usual(m) + 0.5 * far(m))), levels=KNOWN),
         _override("own-reentrant", own(lambda m: recomputed(m, reentrant=True)), FULL_USUAL, levels=KNOWN),
-        _override("own-where-labelled", own(own_where_labelled), levels=TOKENS, unlabelled=True),
         # A token mean plus a mean of texts.
         _override("own-texts", own(lambda m: usual(m) + 0.5 * mean_of_rows(m, by_hand)), levels=TOKENS),
         Override(

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,9 +22,8 @@ from torch import Tensor, nn
 import hf_accum_fix
 from tests import trainings
 from tests.numerics.heads import Batch
-from tests.random_trainings.compositions import Composition, compositions, installed_once, outcome, stock, suits, told
+from tests.random_trainings.compositions import Composition, compositions, installed_once, outcome, stock, told
 from tests.random_trainings.pair_of_ranks import PairOfRanks
-from tests.random_trainings.parts import HEADS, OVERRIDES, Head
 from tests.trainings import Case
 
 pytestmark = pytest.mark.slow
@@ -95,57 +93,6 @@ def test_exact_to_the_floor_or_said_on_two_ranks(composition: Composition, pair:
 
 
 # --- the test itself ----------------------------------------------------------------------------------------------
-
-#: Every part once, with the simplest of the other kind.
-ALONE = [
-    *((head, "none") for head in HEADS),
-    *(("number" if each.number else "mean", name) for name, each in OVERRIDES.items() if name != "none"),
-]
-#: What stock trains right however it is cut: what is by its number, without another term; and sums.
-RIGHT_IN_STOCK = {
-    "number", "number-of-tokens", "number-of-classes", "number-by-hand", "number-in-float32",
-    "number-and-kind-detached", "own-number", "own-number-by-hand", "func-number", "super-and-teacher-by-number",
-    "sum", "sum-of-classes", "smoothing",
-}  # fmt: skip
-
-
-def wrong_uncut(head: Head, override: str) -> bool:
-    """Where stock is off even in one micro-batch: in what it counts, and in the shift of what it smooths."""
-    by_number = head.by_number or override in ("own-number", "own-number-by-hand", "func-number")
-    counts_otherwise = override.startswith("masked") or head.ignore != -100
-    return by_number and counts_otherwise
-
-
-def held_against_stock(composition: Composition, output: Path) -> None:
-    """The reference of one micro-batch is stock's step, so that no reference is of another loss."""
-    found = stock(composition.case(), composition, output)
-    if found is None:
-        # It multiplies the loss in place, which a root's backward needs.
-        assert composition.head == "root"
-        return
-    if any(map(isnan, found.errors)):
-        # The log of zero, and zero over itself: no loss that anything could be compared with.
-        assert "zero-first" in composition.head
-        assert composition.override in ("super-and-teacher-log", "super-and-teacher-normalised")
-        return
-    wrong = not composition.loop and wrong_uncut(HEADS[composition.head], composition.override)
-    assert (max(found.errors) > 1e-3) is wrong
-    assert (max(found.errors) <= composition.floor) is not wrong
-
-
-@pytest.mark.parametrize(("head", "override"), ALONE)
-def test_stock_is_right_uncut_and_wrong_where_it_is_cut(head: str, override: str, output: Path) -> None:
-    """Of every part, in each window that it needs to show what it does."""
-    windows = max(HEADS[head].windows, OVERRIDES[override].windows)
-    uncut = Composition(head, override, data=("ragged",) * windows, cut=(8, 1), seed=3)
-    cut = replace(uncut, cut=(2, 4), uneven=True)
-    ways = [False, True] if suits(OVERRIDES[override], HEADS[head], "loop") else [False]
-    for loop in ways:
-        held_against_stock(replace(uncut, loop=loop), output)
-        found = stock(replace(cut, loop=loop).case(), replace(cut, loop=loop), output)
-        # A loop hands no number over, and does not divide a sum.
-        right = not loop and (head if override == "none" else override) in RIGHT_IN_STOCK
-        assert found is None or (max(found.errors) <= cut.floor if right else max(found.errors) > 1e-3)
 
 
 def doing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

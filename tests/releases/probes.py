@@ -35,7 +35,7 @@ from tests.numerics.heads import HEADS, Batch, DropsKwargs, Head, NoKwargs, Samp
 from tests.numerics.heads.experts import ROUTER
 from tests.numerics.heads.head import VOCABULARY, seeded
 from tests.numerics.heads.losses import shifted_cross_entropy, smoothing_reference
-from tests.numerics.heads.multimodal import IMAGE_TOKEN
+from tests.numerics.heads.multimodal import llava_samples
 from tests.numerics.heads.own import func_reference, func_with_mean, func_with_number
 from tests.numerics.heads.samples import images, one_class, speech, text, with_labels
 from tests.numerics.heads.text import bert, llama, llama_config, prompt_tuning
@@ -139,18 +139,6 @@ def ragged(count: int = 8) -> list[Sample]:
 
 def with_targets(samples: Sequence[Sample]) -> list[Sample]:
     return [{"input_ids": sample["input_ids"], "targets": sample["labels"]} for sample in samples]
-
-
-def with_image(samples: Sequence[Sample]) -> list[Sample]:
-    g = torch.Generator().manual_seed(4)
-    made = []
-    for sample in samples:
-        ids = torch.cat([torch.full((4,), IMAGE_TOKEN), sample["input_ids"].clamp(min=4)])
-        labels = torch.cat([torch.full((4,), -100), sample["labels"]])
-        pixels = torch.randn(3, 16, 16, generator=g, dtype=torch.float64)
-        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-        made.append({**row, "pixel_values": pixels})
-    return made
 
 
 def aligned_t5() -> nn.Module:
@@ -573,7 +561,7 @@ PROBES: dict[str, Probe] = {
         G,
         **BEFORE,
     ),
-    "llava-mean-loss": times(lambda: of("llava", with_image(even())), G, **RIGHT),
+    "llava-mean-loss": times(lambda: of("llava", llava_samples(even())), G, **RIGHT),
     "undivided-mean-times-ranks": times(lambda: module(DropsKwargs), W, 4, 1, ranks=2, **BEFORE),
     "compiled-module-signature": Probe(compiled, 1.0, before=0.0),
     "loss-func-mean-not-divided": times(lambda: module(NoKwargs, loss=func_reference, trainer=WITH_MEAN), G),

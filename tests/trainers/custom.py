@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import HEADS, Batch, Sample, before, log_likelihoods, over_number
+from tests.losses.rows import EITHER, EVEN, EXACT, GRADIENT, STOCK, attack
+from tests.losses.verdicts import FLOAT32, PAIRS, Verdict
+from tests.numerics.heads import HEADS, Batch, Head, Sample, before, log_likelihoods, over_number
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
-from tests.trainers.runs import PAIRS, Case, FullLoss, Ordered, owning
-from tests.trainings import in_loss
+from tests.numerics.parity import StockRecorder
+from tests.trainings import Case, computing, in_loss
 
 CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "llama", "drops-kwargs"))
 #: Divides by the number it is handed, in float64, and is right in the stock Trainer.
 NUMBER = dataclasses.replace(HEADS["uses-tensor"], name="number", samples=text())
-#: The library computes Llama's loss in float32.
-FLOAT32 = 1e-6
 #: Before 4.46 neither ``training_step`` nor ``compute_loss`` takes the number.
 WITHOUT_NUMBER = before("4.46.0")
+#: The loss of a batch as the full batch has it.
+FullLoss = Callable[[nn.Module, Batch], Tensor]
+
+
+def of_head(name: str, verdict: Verdict, head: Head, trainer: type, loss: FullLoss | None = None, **more: Any) -> Case:
+    """``loss``: of the full batch; None: what the model returns for it."""
+    whole = loss or head.reference_loss
+    given = {"collate": head.batch, **more}
+    return attack(name, verdict, lambda m, batch, _: whole(m, batch), head.build, [head.samples], trainer, **given)
 
 
 # --- ms-swift's division ------------------------------------------------------------------------------------------
@@ -35,9 +44,9 @@ def divided(trainer: Any, loss: Tensor, number: Any) -> Tensor:
     return loss
 
 
-def dividing(loss: FullLoss) -> Any:
+def dividing(loss: FullLoss) -> type:
     """Its own mean over samples, or over pairs of them."""
-    return owning(lambda trainer, base, model, inputs, number: (divided(trainer, loss(model, inputs), number), {}))
+    return computing(lambda trainer, base, model, inputs, number: (divided(trainer, loss(model, inputs), number), {}))
 
 
 def of_classes(model: nn.Module, inputs: Batch) -> Tensor:
@@ -57,23 +66,15 @@ def of_smoothed_classes(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(**{**batch, "labels": None}).logits, batch["labels"], label_smoothing=0.1)
 
 
-# --- preferences: rows that belong together -------------------------------------------------------------------------
-
-
 def preferences() -> list[Sample]:
     """Eight pairs of answers, ragged, with the prompt masked."""
-    return [
-        {"chosen": one, "rejected": other}
-        for one, other in zip(text(), text(lengths=(7, 12, 4, 10, 15, 21, 8, 6), seed=3), strict=True)
-    ]
+    rejected = text(lengths=(7, 12, 4, 10, 15, 21, 8, 6), seed=3)
+    return [{"chosen": one, "rejected": other} for one, other in zip(text(), rejected, strict=True)]
 
 
 def pairs(samples: Sequence[Sample]) -> Batch:
     """The chosen answers first, then the rejected ones."""
     return collate([sample["chosen"] for sample in samples] + [sample["rejected"] for sample in samples])
-
-
-PREFERENCES = dataclasses.replace(LLAMA, name="pairs", samples=preferences(), collate=pairs)
 
 
 def dpo(model: nn.Module, batch: Batch) -> Tensor:
@@ -83,7 +84,7 @@ def dpo(model: nn.Module, batch: Batch) -> Tensor:
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
-# --- a division by the arguments, whatever comes ---------------------------------------------------------------------
+# --- a division by the arguments; the number, used or replaced ------------------------------------------------------
 
 
 def base_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
@@ -91,32 +92,20 @@ def base_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any)
     return loss / trainer.args.gradient_accumulation_steps, outputs
 
 
-DividesTheBase = owning(base_by_steps)
-
-
-# --- the number, used or replaced -----------------------------------------------------------------------------------
-
-
-class SumOverTheNumber(Ordered):
+def sum_over_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """Right on one rank; on W ranks 1/W of it, as it does not multiply by them."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
-        loss = over_number(logits, inputs["labels"], num_items_in_batch)
-        return (loss, {"logits": logits}) if return_outputs else loss
+    logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
+    return over_number(logits, inputs["labels"], number), {"logits": logits}
 
 
-class OwnNumber(Ordered):
+DividesTheBase = computing(base_by_steps)
+
+
+class OwnNumber(in_loss(lambda batch: with_fewer_labels(batch))):  # type: ignore[misc]
     """Counts what it trains on by itself, and trains on fewer labels than were fetched."""
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         return sum((with_fewer_labels(batch)["labels"] != -100).sum() for batch in batch_samples)
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        return super().compute_loss(model, with_fewer_labels(inputs), return_outputs, num_items_in_batch)
-
-
-# --- another batch than the one that was fetched -------------------------------------------------------------------
 
 
 def with_fewer_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,13 +117,8 @@ def with_fewer_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**batch, "labels": torch.where(chosen, labels, -100)}
 
 
-class SplitsAsFetched(Ordered):
-    """Makes micro-batches of one sample of those that were fetched."""
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, number = super().get_batch_samples(*args, **kwargs)
-        rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
-        return [{key: value[row : row + 1] for key, value in batch.items()} for batch, row in rows], number
+def of_fewer_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_fewer_labels(batch))["loss"]
 
 
 def with_other_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,15 +129,22 @@ def of_other_tokens(model: nn.Module, batch: Batch) -> Tensor:
     return model(**with_other_tokens(batch))["loss"]
 
 
-def of_fewer_labels(model: nn.Module, batch: Batch) -> Tensor:
-    return model(**with_fewer_labels(batch))["loss"]
+class SplitsAsFetched(StockRecorder):
+    """Makes micro-batches of one sample of those that were fetched."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+        return [{key: value[row : row + 1] for key, value in batch.items()} for batch, row in rows], number
 
 
 # --- a training step of one's own ----------------------------------------------------------------------------------
 
 
-class OwnStep(Ordered):
+class OwnStep(StockRecorder):
     """GLiNER's: no super(), its own division by the accumulation steps; the number is handed on. Right in stock."""
+
+    divisions = 1
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         model.train()
@@ -162,23 +153,19 @@ class OwnStep(Ordered):
             handed = {} if WITHOUT_NUMBER else {"num_items_in_batch": num_items_in_batch}
             loss = self.compute_loss(model, inputs, **handed)
         if self.args.gradient_accumulation_steps > 1:
-            loss = loss / self.args.gradient_accumulation_steps
+            loss = loss / self.args.gradient_accumulation_steps**self.divisions
         self.accelerator.backward(loss)
         return loss.detach()
 
 
-class OwnStepDividedTwice(Ordered):
+class OwnStepDividedTwice(OwnStep):
     """Divides once more than accelerate did, so that stock trains at 1/G."""
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        model.train()
-        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.args.gradient_accumulation_steps
-        self.accelerator.backward(loss / self.args.gradient_accumulation_steps)
-        return loss.detach()
+    divisions = 2
 
 
-class StepByHelper(Ordered):
-    """The base's step runs, though not by name."""
+class StepByHelper(StockRecorder):
+    """The base's step runs, though not by name, so that it is observed as ever."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.timed(*args, **kwargs)
@@ -187,32 +174,22 @@ class StepByHelper(Ordered):
         return super().training_step(*args, **kwargs)
 
 
-#: The base's step runs, so that these are observed as ever, and exact.
-STEPS_OF_THE_BASE = [Case("step-by-helper", CLASSES, StepByHelper)]
-OWN_STEPS = [
-    Case("own-step", CLASSES, OwnStep, right=True),
-    Case("own-step-divided-twice", CLASSES, OwnStepDividedTwice),
-]
-
-
+PREFERENCES = dataclasses.replace(LLAMA, name="pairs", samples=preferences(), collate=pairs)
+SMOOTH, RIGHT = {"label_smoothing_factor": 0.1}, {"right": EVEN}
 CASES = [
-    Case("swift-classes", CLASSES, dividing(of_classes), right=True),
-    Case("swift-mlm-by-super", MLM, owning(by_super)),
-    Case("swift-dpo", PREFERENCES, dividing(dpo), loss=dpo, right=True),
-    Case(
-        "swift-smoother",
-        CLASSES,
-        owning(by_super),
-        loss=of_smoothed_classes,
-        arguments={"label_smoothing_factor": 0.1},
-        floor=FLOAT32,
-        right=True,
+    of_head("swift-classes", EITHER, CLASSES, dividing(of_classes), **RIGHT),
+    of_head("swift-mlm-by-super", EITHER, MLM, computing(by_super)),
+    of_head("swift-dpo", EITHER, PREFERENCES, dividing(dpo), dpo, **RIGHT),
+    of_head(
+        "swift-smoother", EITHER, CLASSES, computing(by_super), of_smoothed_classes, arguments=SMOOTH,
+        tolerance=FLOAT32, **RIGHT,
     ),
-    Case("divides-the-base", CLASSES, DividesTheBase, right=True),
-    Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
-    Case("splits-as-fetched", MLM, SplitsAsFetched, cuts=(PAIRS,), right_uncut=False),
-    Case("edits-tokens-in-place", NUMBER, in_loss(with_other_tokens, "tensor"), loss=of_other_tokens, right=True),
-    Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels, right=True),
-    *STEPS_OF_THE_BASE,
-    *OWN_STEPS,
-]
+    of_head("divides-the-base", EITHER, CLASSES, DividesTheBase, **RIGHT),
+    of_head("sum-over-the-number", EITHER, NUMBER, computing(sum_over_number), **RIGHT),
+    of_head("splits-as-fetched", EITHER, MLM, SplitsAsFetched, cuts=(PAIRS,), whole=False),
+    of_head("edits-tokens-in-place", GRADIENT, NUMBER, in_loss(with_other_tokens, "tensor"), of_other_tokens, **RIGHT),
+    of_head("own-number", EITHER, NUMBER, OwnNumber, of_fewer_labels, **RIGHT),
+    of_head("step-by-helper", EXACT, CLASSES, StepByHelper),
+    of_head("own-step", STOCK, CLASSES, OwnStep, **RIGHT),
+    of_head("own-step-divided-twice", STOCK, CLASSES, OwnStepDividedTwice),
+]  # fmt: skip

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.overrides.session import SESSION
 from tests.logged import logged
 from tests.numerics.heads import Batch, Head, Sample, seeded
@@ -23,7 +22,7 @@ from tests.trainings import computing
 
 #: Samples of a micro-batch x micro-batches of a window: eight samples a step on one rank.
 Cut = tuple[int, int]
-WHOLE, HALVES, PAIRS, SINGLES = (8, 1), (4, 2), (2, 4), (1, 8)
+WHOLE, PAIRS, SINGLES = (8, 1), (2, 4), (1, 8)
 
 #: Relative error of a parameter change that rounding in float64 leaves at most.
 FLOOR = 1e-9
@@ -59,8 +58,6 @@ class Case:
         given: further arguments of the trainer.
         arguments: further TrainingArguments.
         cuts: where it means the same thing at every one of them.
-        right: the stock Trainer is right at all of these cuts.
-        right_uncut: the stock Trainer is right where the batch is not cut.
         floor: relative error that rounding leaves; larger where the library computes in float32.
     """
 
@@ -71,8 +68,6 @@ class Case:
     given: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = (PAIRS, SINGLES)
-    right: bool = False
-    right_uncut: bool = True
     floor: float = FLOOR
 
 
@@ -89,16 +84,6 @@ class Run(Trained):
     raised: Exception | None
     exact: bool | None
     warned: list[str]
-
-    @property
-    def moved(self) -> bool:
-        """Whether any parameter is not what it was."""
-        return any(bool(change.any()) for change in self.change.values())
-
-    @property
-    def refused(self) -> bool:
-        """Whether the package said no while everything was as before."""
-        return isinstance(self.raised, AccumFixError) and not self.moved
 
     @property
     def logged_loss(self) -> float:
@@ -142,12 +127,6 @@ def run(
     contract = getattr(session, "contract", None)
     exact = None if contract is None else contract.exact and not session.state.inexact
     return Run(moved(trainer.model, before), trainer, raised, exact, warned)
-
-
-@functools.cache
-def once(case: Case, cut: Cut, path: str, steps: int = 1) -> Run:
-    """`run`, kept for the tests that look at the same training."""
-    return run(case, cut, path, steps=steps)
 
 
 @functools.cache

@@ -129,9 +129,6 @@ WRONG = {
         words="no model.embed_tokens.weight, lm_head.weight, which got a gradient",
         looped=True,
     ),
-    "AdamW without norms": Shape(
-        lambda model: AdamW(without(model, "norm").param_groups), words="no model.layers.0.input"
-    ),
     "before resizing": Shape(before_resizing, words="no lm_head.weight, which got a gradient", looped=True),
     "unfrozen and not added": Shape(
         frozen_at_first, callbacks=(Unfreezes,), words="no model.layers.0.self_attn.q_proj.weight"
@@ -202,32 +199,6 @@ class ScheduleFree(SGD):
                     each.mul_(times)
 
 
-class Lookahead(Optimizer):
-    """Wraps another, and pulls the weights back every second step."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.taken = optimizer, 0
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.slow = [each.detach().clone() for each in optimizer.param_groups[0]["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step()
-        self.taken += 1
-        for one, other in zip(self.slow, self.param_groups[0]["params"], strict=True):
-            if self.taken % 2 == 0:
-                other.copy_(one.lerp_(other, 0.5))
-
-
-class BeforeTheStep(TrainerCallback):
-    """Steps the embeddings without an optimizer."""
-
-    @torch.no_grad()
-    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        weight = model.model.embed_tokens.weight
-        weight.sub_(0.1 * weight.grad)
-
-
 class StepsAtTheEnd(Ordered):
     """accelerate's optimizer does nothing in the other micro-batches, and the Trainer finds no gradient then."""
 
@@ -273,11 +244,6 @@ def clamp_in_forward(model: Any) -> None:
     model.register_forward_pre_hook(clamp)
 
 
-def frozen_layers(model: nn.Module) -> None:
-    for name, each in model.named_parameters():
-        each.requires_grad_("layers" not in name)
-
-
 def adapted(model: Any) -> None:
     """LoRA, small: frozen weights beside two factors."""
     model.requires_grad_(False)
@@ -292,31 +258,19 @@ def tie(model: Any) -> None:
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
-def layerwise(model: nn.Module) -> Optimizer:
-    return SGD([{"params": [each], "lr": 0.1 / place} for place, each in enumerate(model.parameters(), 1)], lr=0.1)
-
-
 RIGHT = {
     "own": Shape(looped=True),
-    "the Trainer's": Shape(lambda model: None),
     "the Trainer's, with a warm-up from zero": Shape(
         lambda model: None, arguments={"warmup_steps": 2, "lr_scheduler_type": "linear"}
     ),
     "of parts": Shape(of_parts, looped=True),
     "masters": Shape(Masters, looped=True),
     "schedule-free": Shape(lambda model: ScheduleFree(model.parameters(), lr=0.1)),
-    "look-ahead": Shape(lambda model: Lookahead(own(model)), looped=True),
     "EMA": Shape(callbacks=(Average,)),
     "another for the embeddings": Shape(lambda model: without(model, "embed_tokens"), callbacks=(Second,)),
-    "none for the embeddings": Shape(lambda model: without(model, "embed_tokens"), callbacks=(BeforeTheStep,)),
     "stepped at the end": Shape(trainer=StepsAtTheEnd),
-    "frozen": Shape(prepared=frozen_layers, looped=True),
     "LoRA": Shape(prepared=adapted, looped=True),
     "tied": Shape(prepared=tie, looped=True),
-    "one group a parameter": Shape(layerwise, looped=True),
-    "more than the model": Shape(
-        lambda model: SGD([{"params": [*model.parameters()]}, {"params": [torch.zeros(3, requires_grad=True)]}], lr=0.1)
-    ),
     "written in the forward": Shape(prepared=clamp_in_forward, looped=True),
 }
 
@@ -484,7 +438,6 @@ def new_rows_in_place(gradient: Tensor) -> None:
 LINEAR: dict[str, Callable[[nn.Module], None]] = {
     "new rows": hooked(new_rows, "embed_tokens"),
     "new rows in place": hooked(new_rows_in_place, "embed_tokens"),
-    "layer-wise": hooked(lambda gradient: gradient * 0.5, "layers.0"),
     "every layer": hooked(lambda gradient: gradient * 0.5),
     "centred": hooked(lambda gradient: gradient - gradient.mean(), "layers.0"),
     "rows after": masked_after,

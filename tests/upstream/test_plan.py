@@ -205,19 +205,3 @@ def test_the_range_is_half_open_and_takes_builds_for_the_release_they_lead_to() 
     inside = ["4.49.0", "4.49.0.dev0", "4.49.0rc1", "4.57.6", "4.49.0+local"]
     outside = ["4.48.3", "5.0.0", "5.0.0rc1", "5.0.0.dev0"]
     assert [release for release in inside + outside if row.is_in(Version(release))] == inside
-
-
-# Ratio of the stock gradient to the full batch's at G=4, W=1, as measured on the released wheels:
-# Llama, BERT classification, T5, LLaVA. Where it is not 1 there has to be a row that says so.
-MEASURED = {
-    "4.46.1": "loss-times-steps", "4.46.3": "undivided-gradient-right-log", "4.47.0": "item-count-dropped",
-    "4.47.1": "undivided-gradient-right-log", "4.48.0": "item-count-dropped-again",
-    "4.48.3": "mean-of-micro-batch-means", "4.49.0": "llava-mean-loss", "4.51.3": "llava-mean-loss",
-    "4.54.1": "head-drops-item-count", "5.4.0": "gradient-divided-twice", "5.10.0": "first-label-counted",
-    "5.14.1": "label-smoothing-mean", "5.23.0": "first-label-still-counted",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("release", MEASURED)
-def test_a_release_measured_wrong_has_its_row(release: str) -> None:
-    assert MEASURED[release] in {defect.name for defect in DEFECTS if defect.is_in(Version(release))}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.numerics.heads.head import Batch, Head, Sample, of_class
+from tests.numerics.heads.head import Batch, Head, Sample, of_class, of_classes, plain
 from tests.numerics.heads.samples import boxes, generator, images
 from tests.numerics.heads.vision import VIT, frozen_batch_norm
 
@@ -155,33 +155,19 @@ def heads() -> list[Head]:
     lists = images(masked, dtype=torch.float32)
     often: dict[str, Any] = {"tolerance": FLOAT32, "dtype": torch.float32}
     rarely = {**often, "everyday": False}
+    listed = {**rarely, "collate": two_lists}
+    frozen: Any = {"prepare": frozen_batch_norm}
     auxiliary = {**DETR, "auxiliary_loss": True, "decoder_layers": 2}
     return [
         of_class("YolosForObjectDetection", YOLOS, found, name="yolos", **often),
-        *(
-            of_class(f"{family}ForObjectDetection", DETR, found, **often)
-            for family in ("Detr", "ConditionalDetr", "DabDetr", "TableTransformer")
-        ),
-        *(
-            of_class(f"{family}ForObjectDetection", config, larger, prepare=frozen_batch_norm, **how)
-            for family, config, how in (
-                ("RTDetr", RT_DETR, often),
-                ("RTDetrV2", RT_DETR, often),
-                ("DFine", D_FINE, often),
-                ("LwDetr", LW_DETR, rarely),
-            )
-        ),
+        *of_classes(plain("Detr ConditionalDetr DabDetr TableTransformer", "ForObjectDetection"), DETR, found, **often),
+        *of_classes(plain("RTDetr RTDetrV2", "ForObjectDetection"), RT_DETR, larger, **frozen, **often),
+        of_class("DFineForObjectDetection", D_FINE, larger, **frozen, **often),
+        of_class("LwDetrForObjectDetection", LW_DETR, larger, **frozen, **rarely),
         of_class("GroundingDinoForObjectDetection", GROUNDING_DINO, prompted(), **rarely),
-        of_class(
-            "Mask2FormerForUniversalSegmentation",
-            MASK2FORMER,
-            lists,
-            collate=two_lists,
-            prepare=same_draws,
-            **rarely,
-        ),
+        of_class("Mask2FormerForUniversalSegmentation", MASK2FORMER, lists, prepare=same_draws, **listed),
         of_class("DeformableDetrForObjectDetection", DEFORMABLE, found, **rarely),
         of_class("DetrForObjectDetection", auxiliary, found, name="detr-auxiliary", **rarely),
         of_class("DetrForSegmentation", SEGMENTING, images(with_masks, dtype=torch.float32), **rarely),
-        of_class("MaskFormerForInstanceSegmentation", MASK_FORMER, lists, collate=two_lists, **rarely),
+        of_class("MaskFormerForInstanceSegmentation", MASK_FORMER, lists, **listed),
     ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.numerics.heads.head import VOCABULARY, Batch, Head, Origin, Sample, collate, of_class
+from tests.numerics.heads.head import VOCABULARY, Batch, Head, Origin, Sample, collate, of_class, of_classes
 from tests.numerics.heads.losses import smoothing_reference
 from tests.numerics.heads.samples import text
 from tests.numerics.heads.seq2seq import BART, T5
@@ -25,51 +25,35 @@ FULL_ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
 #: So many that no token is dropped for want of room, which would depend on the batch.
 ROOM = 4096
 
-#: A class of the library, and what its config says besides its family's.
-Row = tuple[str, dict[str, Any]]
-
-CAUSAL: list[Row] = [
-    ("Qwen2MoeForCausalLM", {**QWEN, "shared_expert_intermediate_size": 12}),
-    ("OlmoeForCausalLM", QWEN),
-    ("FlexOlmoForCausalLM", QWEN),
-    ("GptOssForCausalLM", {**LOCAL, "head_dim": 8}),
-    ("PhimoeForCausalLM", {**LOCAL, "head_dim": 8, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}),
-    ("GraniteMoeForCausalLM", LOCAL),
-    ("GraniteMoeSharedForCausalLM", {**LOCAL, "shared_intermediate_size": 12}),
-    ("GraniteMoeSWAForCausalLM", LOCAL),
-    (
-        "GraniteMoeHybridForCausalLM",
-        {**LOCAL, **MAMBA, "shared_intermediate_size": 12, "layer_types": ["attention", "attention"]},
-    ),
-    (
-        "JambaForCausalLM",
-        {
-            "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 4,
-            "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1,
-            "expert_layer_offset": 0,
-        },
-    ),
-    ("JetMoeForCausalLM", {**LOCAL, "kv_channels": 8, "aux_loss_coef": ROUTER, "num_key_value_heads": 2}),
-    ("MiniMaxForCausalLM", {**LOCAL, **FULL_ATTENTION, "head_dim": 8, "block_size": 8}),
-    ("MiniMaxM2ForCausalLM", {**LOCAL, "head_dim": 8}),
-    (
-        "Ernie4_5_MoeForCausalLM",
-        {
-            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1,
-            "moe_layer_start_index": 0, "moe_layer_interval": 1,
-        },
-    ),
-    (
-        "Qwen3NextForCausalLM",
-        {
-            **QWEN, **FULL_ATTENTION, "shared_expert_intermediate_size": 12, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        },
-    ),
-    ("Qwen3_5MoeForCausalLM", {**QWEN, **FULL_ATTENTION, "shared_expert_intermediate_size": 12}),
-    ("LagunaForCausalLM", QWEN),
-    ("MellumForCausalLM", QWEN),
-]  # fmt: skip
+CAUSAL: dict[str, Mapping[str, Any]] = {
+    "Qwen2MoeForCausalLM": {**QWEN, "shared_expert_intermediate_size": 12},
+    **dict.fromkeys(("OlmoeForCausalLM", "FlexOlmoForCausalLM", "LagunaForCausalLM", "MellumForCausalLM"), QWEN),
+    "GptOssForCausalLM": {**LOCAL, "head_dim": 8},
+    "PhimoeForCausalLM": {**LOCAL, "head_dim": 8, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "GraniteMoeForCausalLM": LOCAL,
+    "GraniteMoeSharedForCausalLM": {**LOCAL, "shared_intermediate_size": 12},
+    "GraniteMoeSWAForCausalLM": LOCAL,
+    "GraniteMoeHybridForCausalLM": {
+        **LOCAL, **MAMBA, "shared_intermediate_size": 12, "layer_types": ["attention", "attention"],
+    },
+    "JambaForCausalLM": {
+        "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 4,
+        "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+    },
+    "JetMoeForCausalLM": {**LOCAL, "kv_channels": 8, "aux_loss_coef": ROUTER, "num_key_value_heads": 2},
+    "MiniMaxForCausalLM": {**LOCAL, **FULL_ATTENTION, "head_dim": 8, "block_size": 8},
+    "MiniMaxM2ForCausalLM": {**LOCAL, "head_dim": 8},
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 0, "moe_layer_interval": 1,
+    },
+    "Qwen3NextForCausalLM": {
+        **QWEN, **FULL_ATTENTION, "shared_expert_intermediate_size": 12, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "Qwen3_5MoeForCausalLM": {**QWEN, **FULL_ATTENTION, "shared_expert_intermediate_size": 12},
+}  # fmt: skip
 DBRX = {
     "vocab_size": VOCABULARY, "pad_token_id": 0, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64,
     "output_router_logits": True, "experts_implementation": "eager",
@@ -116,47 +100,23 @@ def square_of_log_partition(outputs: Any) -> Tensor:
 
 
 def heads() -> list[Head]:
-    mixtral = {**ROUTED, **LOCAL}
-    smooth = {"label_smoothing_factor": 0.1}
+    mixtral, bamba = (
+        {**ROUTED, **LOCAL},
+        {**ROUTED, **MAMBA, "attn_layer_indices": [0, 1], "z_loss_coefficient": ROUTER},
+    )
+    smooth: Any = {"loss": smoothing_reference(0.1), "arguments": {"label_smoothing_factor": 0.1}}
     router = {"router": ROUTER, "origin": Origin.ROUTER}
     targets = [{**s, "labels": s["input_ids"][: 2 + i]} for i, s in enumerate(text())]
+    both = {**router, "router_loss": both_sides, "prepare": routers_in_float64}
+    with_z = {**both, "router_loss": both_sides_with_z, "collate": with_router_logits}
     return [
         of_class("MixtralForCausalLM", mixtral, text(), name="mixtral", **router),
-        of_class(
-            "MixtralForCausalLM",
-            mixtral,
-            text(),
-            name="mixtral-smoothing",
-            loss=smoothing_reference(0.1),
-            arguments=smooth,
-            **router,
-        ),
+        of_class("MixtralForCausalLM", mixtral, text(), name="mixtral-smoothing", **smooth, **router),
         of_class("Qwen3MoeForCausalLM", {**ROUTED, **QWEN}, text(), name="qwen3-moe", **router),
-        *(of_class(name, {**ROUTED, **more}, text(), **router) for name, more in CAUSAL),
+        *of_classes(CAUSAL, ROUTED, text(), **router),
         of_class("DbrxForCausalLM", DBRX, text(), **router),
-        of_class(
-            "NllbMoeForConditionalGeneration",
-            NLLB,
-            targets,
-            router_loss=both_sides,
-            prepare=routers_in_float64,
-            **router,
-        ),
-        of_class(
-            "SwitchTransformersForConditionalGeneration",
-            SWITCH,
-            targets,
-            router_loss=both_sides_with_z,
-            prepare=routers_in_float64,
-            collate=with_router_logits,
-            **router,
-        ),
+        of_class("NllbMoeForConditionalGeneration", NLLB, targets, **both),
+        of_class("SwitchTransformersForConditionalGeneration", SWITCH, targets, **with_z),
         # Its z-loss is in no output; it is a mean per micro-batch all the same.
-        of_class(
-            "BambaForCausalLM",
-            {**ROUTED, **MAMBA, "attn_layer_indices": [0, 1], "z_loss_coefficient": ROUTER},
-            text(),
-            router_loss=square_of_log_partition,
-            **router,
-        ),
+        of_class("BambaForCausalLM", bamba, text(), router_loss=square_of_log_partition, **router),
     ]

@@ -175,6 +175,18 @@ def of_class(
     return Head(name or model, seeded(build, dtype), samples, tolerance, model=model, origin=origin, **more)
 
 
+def of_classes(
+    rows: Mapping[str, Mapping[str, Any]], base: Mapping[str, Any], samples: Sequence[Sample], *given: Any, **more: Any
+) -> list[Head]:
+    """A head a class, of what its config says besides its family's."""
+    return [of_class(name, {**base, **config}, samples, *given, **more) for name, config in rows.items()]
+
+
+def plain(names: str, head: str = "") -> dict[str, Mapping[str, Any]]:
+    """Classes whose config says nothing more; ``head``: the end of each name."""
+    return {f"{name}{head}": {} for name in names.split()}
+
+
 def freeze(part: str) -> Callable[[nn.Module], None]:
     """Freezes the parameters whose name has ``part`` in it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from tests.numerics.heads.head import (
     collate,
     freeze,
     of_class,
+    of_classes,
+    plain,
 )
 from tests.numerics.heads.losses import smoothing_reference
 from tests.numerics.heads.samples import (
@@ -29,12 +31,14 @@ from tests.numerics.heads.samples import (
     generator,
     heard,
     masked_tokens,
+    normal,
     one_class,
     pairs,
     text,
     token_classes,
     with_labels,
     with_return_loss,
+    without,
 )
 from tests.numerics.heads.text import DECODER, ENCODER
 
@@ -42,10 +46,8 @@ IMAGE_TOKEN = 3
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 LLAVA = {
     "vision_config": {**TOWER, "num_hidden_layers": 2, "model_type": "clip_vision_model"},
-    "text_config": {**DECODER, "model_type": "llama"},
-    "image_token_index": IMAGE_TOKEN,
-    "image_seq_length": 4,
-}
+    "text_config": {**DECODER, "model_type": "llama"}, "image_token_index": IMAGE_TOKEN, "image_seq_length": 4,
+}  # fmt: skip
 CLIP = {
     "vision_config": {**TOWER, "num_hidden_layers": 1},
     "text_config": {
@@ -53,6 +55,9 @@ CLIP = {
         "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1,
     },
     "projection_dim": 8,
+}  # fmt: skip
+VISION_TOKENS = {
+    "image_token_id": IMAGE_TOKEN, "vision_start_token_id": 1, "vision_end_token_id": 2, "video_token_id": 40,
 }  # fmt: skip
 QWEN_VL = {
     "text_config": {
@@ -63,7 +68,7 @@ QWEN_VL = {
         "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 16,
         "fullatt_block_indexes": [0],
     },
-    "image_token_id": IMAGE_TOKEN, "vision_start_token_id": 1, "vision_end_token_id": 2, "video_token_id": 40,
+    **VISION_TOKENS,
 }  # fmt: skip
 
 
@@ -75,19 +80,10 @@ QWEN3_VISION = {
     "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip
 GLM_VISION = {**QWEN3_VISION, "image_size": 16, "attention_dropout": 0.0}
-VISION_TOKENS = {
-    "image_token_id": IMAGE_TOKEN,
-    "vision_start_token_id": 1,
-    "vision_end_token_id": 2,
-    "video_token_id": 40,
-}
 GLM_TOKENS = {
-    **VISION_TOKENS,
-    "image_start_token_id": 1,
-    "image_end_token_id": 2,
-    "video_start_token_id": 41,
+    **VISION_TOKENS, "image_start_token_id": 1, "image_end_token_id": 2, "video_start_token_id": 41,
     "video_end_token_id": 42,
-}
+}  # fmt: skip
 QWEN3_EXPERTS = {
     **MROPE_TEXT, **QWEN, **FULL_ATTENTION, "output_router_logits": True, "router_aux_loss_coef": ROUTER,
     "experts_implementation": "eager", "shared_expert_intermediate_size": 12,
@@ -119,49 +115,41 @@ QWEN2_AUDIO = {
     "audio_token_index": IMAGE_TOKEN, "audio_token_id": IMAGE_TOKEN,
 }  # fmt: skip
 
-#: A class of the library, and its config.
-Row = tuple[str, dict[str, Any]]
+#: Classes of the library, and their configs.
+Rows = dict[str, Mapping[str, Any]]
 
-DECLARED_FALSE: list[Row] = [
-    ("Qwen3VLForConditionalGeneration", {**VISION_TOKENS, "text_config": MROPE_TEXT, "vision_config": QWEN3_VISION}),
-    (
-        "Qwen3_5ForConditionalGeneration",
-        {**VISION_TOKENS, "text_config": {**MROPE_TEXT, **FULL_ATTENTION}, "vision_config": QWEN3_VISION},
-    ),
-    ("Glm4vForConditionalGeneration", {**GLM_TOKENS, "text_config": MROPE_TEXT, "vision_config": GLM_VISION}),
-    ("GlmOcrForConditionalGeneration", {**GLM_TOKENS, "text_config": MROPE_TEXT, "vision_config": GLM_VISION}),
-    (
-        "Glm46VForConditionalGeneration",
-        {
-            **GLM_TOKENS,
-            "text_config": {**MROPE_TEXT, "model_type": "glm4v_text"},
-            "vision_config": {**GLM_VISION, "model_type": "glm4v_vision"},
-        },
-    ),
-    (
-        "Exaone4_5_ForConditionalGeneration",
-        {
-            **VISION_TOKENS,
-            "text_config": {**DECODER, **FULL_ATTENTION, "head_dim": 8, "model_type": "exaone4"},
-            "vision_config": {**QWEN_VL["vision_config"], "num_key_value_heads": 2},
-        },
-    ),
-]
-DECLARED_FALSE_WITH_EXPERTS = ("Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+GLM = {**GLM_TOKENS, "text_config": MROPE_TEXT, "vision_config": GLM_VISION}
+DECLARED_FALSE: Rows = {
+    "Qwen3VLForConditionalGeneration": {**VISION_TOKENS, "text_config": MROPE_TEXT, "vision_config": QWEN3_VISION},
+    "Qwen3_5ForConditionalGeneration": {
+        **VISION_TOKENS, "text_config": {**MROPE_TEXT, **FULL_ATTENTION}, "vision_config": QWEN3_VISION,
+    },
+    "Glm4vForConditionalGeneration": GLM,
+    "GlmOcrForConditionalGeneration": GLM,
+    "Glm46VForConditionalGeneration": {
+        **GLM_TOKENS, "text_config": {**MROPE_TEXT, "model_type": "glm4v_text"},
+        "vision_config": {**GLM_VISION, "model_type": "glm4v_vision"},
+    },
+    "Exaone4_5_ForConditionalGeneration": {
+        **VISION_TOKENS, "text_config": {**DECODER, **FULL_ATTENTION, "head_dim": 8, "model_type": "exaone4"},
+        "vision_config": {**QWEN_VL["vision_config"], "num_key_value_heads": 2},
+    },
+}  # fmt: skip
+EXPERTS = {
+    **VISION_TOKENS, "text_config": QWEN3_EXPERTS, "vision_config": QWEN3_VISION, "experts_implementation": "eager",
+}  # fmt: skip
 
 
-def llava_samples() -> list[Sample]:
+def llava_samples(texts: Sequence[Sample] | None = None) -> list[Sample]:
     g = generator(4)
     # Up to 4.44 the model itself spreads one token over the four patches.
     tokens = 1 if before("4.45") else 4
     samples = []
-    for sample in text():
+    for sample in texts or text():
         ids = torch.cat([torch.full((tokens,), IMAGE_TOKEN), sample["input_ids"]])
         labels = torch.cat([torch.full((tokens,), -100), sample["labels"]])
-        pixels = torch.randn(3, 16, 16, generator=g, dtype=torch.float64)
-        samples.append(
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "pixel_values": pixels}
-        )
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        samples.append({**row, "pixel_values": normal(g, 3, 16, 16)})
     return samples
 
 
@@ -178,7 +166,7 @@ def qwen_vl_samples() -> list[Sample]:
                 "attention_mask": torch.ones_like(ids),
                 "labels": labels,
                 "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
-                "pixel_values": torch.randn(16, 48, generator=g, dtype=torch.float64),
+                "pixel_values": normal(g, 16, 48),
                 "image_grid_thw": torch.tensor([[1, 4, 4]]),
             }
         )
@@ -186,22 +174,14 @@ def qwen_vl_samples() -> list[Sample]:
 
 
 def with_flat_images(samples: Sequence[Sample]) -> Batch:
-    batch = collate([{k: v for k, v in s.items() if k not in ("pixel_values", "image_grid_thw")} for s in samples])
+    batch = collate(without("pixel_values", without("image_grid_thw", samples)))
     return {**batch, **{key: torch.cat([s[key] for s in samples]) for key in ("pixel_values", "image_grid_thw")}}
 
 
 def pictured() -> list[Sample]:
     """Texts beside an image of which every pixel counts."""
-    return [
-        {
-            "input_ids": sample["input_ids"],
-            "attention_mask": sample["attention_mask"],
-            "token_type_ids": torch.zeros_like(sample["input_ids"]),
-            "pixel_values": sample["pixel_values"],
-            "pixel_mask": torch.ones(16, 16, dtype=torch.long),
-        }
-        for sample in pairs()
-    ]
+    mask = torch.ones(16, 16, dtype=torch.long)
+    return [{**each, "token_type_ids": torch.zeros_like(each["input_ids"]), "pixel_mask": mask} for each in pairs()]
 
 
 def with_regions() -> list[Sample]:
@@ -211,7 +191,7 @@ def with_regions() -> list[Sample]:
         {
             **sample,
             "token_type_ids": torch.zeros_like(sample["input_ids"]),
-            "visual_embeds": torch.randn(3, 8, generator=g, dtype=torch.float64),
+            "visual_embeds": normal(g, 3, 8),
             "visual_attention_mask": torch.ones(3, dtype=torch.long),
             "visual_token_type_ids": torch.ones(3, dtype=torch.long),
         }
@@ -253,11 +233,8 @@ def masked_on_both_sides() -> list[Sample]:
 
 def sounding() -> list[Sample]:
     """What LLaVA is shown, heard."""
-    sounds = heard(llava_samples())
-    return [
-        {**{k: v for k, v in sample.items() if k != "pixel_values"}, "input_features": sound["input_features"]}
-        for sample, sound in zip(llava_samples(), sounds, strict=True)
-    ]
+    seen = without("pixel_values", llava_samples())
+    return [{**one, "input_features": other["input_features"]} for one, other in zip(seen, heard(seen), strict=True)]
 
 
 def with_feature_mask(samples: Sequence[Sample]) -> Batch:
@@ -267,7 +244,7 @@ def with_feature_mask(samples: Sequence[Sample]) -> Batch:
 def heads() -> list[Head]:
     # What the features of the last layer do not reach stays out of the gradient, on one rank and two.
     llava = {"model": "LlavaForConditionalGeneration", "config": LLAVA, "prepare": freeze("vision"), "origin": None}
-    smooth = {"label_smoothing_factor": 0.1}
+    smooth: Any = {"loss": smoothing_reference(0.1, shift=False), "arguments": {"label_smoothing_factor": 0.1}}
     g = generator(11)
     answered = [{**s, "labels": torch.rand(3, generator=g, dtype=torch.float64)} for s in pictured()]
     likely = [{**s, "labels": torch.rand(3, generator=g, dtype=torch.float64).softmax(-1)} for s in with_regions()]
@@ -277,93 +254,40 @@ def heads() -> list[Head]:
     ]
     phrases = [
         {
-            **{key: value for key, value in s.items() if key != "labels"},
+            **s,
             "region_to_phrase_position": torch.randint(0, 12, (15,), generator=g),
             "labels": torch.rand(15, 3, generator=g, dtype=torch.float64).softmax(-1),
         }
-        for s in with_regions()
+        for s in without("labels", with_regions())
     ]
     regions = [{**s, "labels": torch.cat([s["labels"], torch.full((3,), -100)])} for s in with_regions()]
-    declared_false = {
-        "origin": Origin.DECLARES_FALSE,
-        "prepare": freeze("visual"),
-        "collate": with_flat_images,
-        "samples": qwen_vl_samples(),
-    }
-    experts = {
-        **VISION_TOKENS,
-        "text_config": QWEN3_EXPERTS,
-        "vision_config": QWEN3_VISION,
-        "experts_implementation": "eager",
-    }
+    flat: Any = {"origin": Origin.DECLARES_FALSE, "prepare": freeze("visual"), "collate": with_flat_images}
+    routed = {**flat, "router": ROUTER}
+    coupled: Any = {"origin": None, "stock_wrong": False, "exact": False}
+    audio: Any = {"prepare": freeze("audio_tower"), "collate": with_feature_mask}
+    vilt, visual_bert = {**VILT, "num_labels": 3}, {**VISUAL_BERT, "num_labels": 3}
+    several = {**vilt, "num_images": 2, "modality_type_vocab_size": 3}
+    answering = {**ENCODER, "is_decoder": True, "encoder_hidden_size": 16}
+    asked, pixels = with_labels(one_class, with_regions()), with_labels(token_classes, pictured())
     return [
         of_class(samples=llava_samples(), name="llava", stock_wrong=before("4.52"), **llava),
-        of_class(
-            samples=llava_samples(),
-            name="llava-smoothing",
-            stock_wrong=before("5.15"),
-            loss=smoothing_reference(0.1, shift=False),
-            arguments=smooth,
-            **llava,
-        ),
+        of_class(samples=llava_samples(), name="llava-smoothing", stock_wrong=before("5.15"), **smooth, **llava),
         # Its image patches have no sample axis.
-        of_class(
-            "Qwen2_5_VLForConditionalGeneration",
-            QWEN_VL,
-            qwen_vl_samples(),
-            name="qwen-vl",
-            origin=Origin.DECLARES_FALSE,
-            prepare=freeze("visual"),
-            collate=with_flat_images,
-        ),
-        of_class(
-            "CLIPModel",
-            CLIP,
-            pairs(),
-            FLOAT64,
-            name="clip",
-            origin=None,
-            stock_wrong=False,
-            collate=with_return_loss,
-            exact=False,
-        ),
-        *(of_class(name, config, **declared_false) for name, config in DECLARED_FALSE),
-        *(of_class(name, experts, router=ROUTER, **declared_false) for name in DECLARED_FALSE_WITH_EXPERTS),
-        of_class("ViltForQuestionAnswering", {**VILT, "num_labels": 3}, answered, FLOAT64),
+        of_class("Qwen2_5_VLForConditionalGeneration", QWEN_VL, qwen_vl_samples(), name="qwen-vl", **flat),
+        of_class("CLIPModel", CLIP, pairs(), FLOAT64, name="clip", collate=with_return_loss, **coupled),
+        *of_classes(DECLARED_FALSE, {}, qwen_vl_samples(), **flat),
+        *of_classes(plain("Qwen3VLMoe Qwen3_5Moe", "ForConditionalGeneration"), EXPERTS, qwen_vl_samples(), **routed),
+        of_class("ViltForQuestionAnswering", vilt, answered, FLOAT64),
         of_class("ViltForMaskedLM", VILT, with_labels(masked_tokens, pictured()), FLOAT64),
-        of_class(
-            "ViltForTokenClassification", {**VILT, "num_labels": 4}, with_labels(token_classes, pictured()), FLOAT64
-        ),
-        of_class(
-            "ViltForImagesAndTextClassification",
-            {**VILT, "num_labels": 3, "num_images": 2, "modality_type_vocab_size": 3},
-            with_labels(one_class, two_images),
-            FLOAT64,
-        ),
-        of_class("VisualBertForQuestionAnswering", {**VISUAL_BERT, "num_labels": 3}, likely, FLOAT64),
-        of_class(
-            "VisualBertForVisualReasoning",
-            {**VISUAL_BERT, "num_labels": 3},
-            with_labels(one_class, with_regions()),
-            FLOAT64,
-        ),
+        of_class("ViltForTokenClassification", {**VILT, "num_labels": 4}, pixels, FLOAT64),
+        of_class("ViltForImagesAndTextClassification", several, with_labels(one_class, two_images), FLOAT64),
+        of_class("VisualBertForQuestionAnswering", visual_bert, likely, FLOAT64),
+        of_class("VisualBertForVisualReasoning", visual_bert, asked, FLOAT64),
         of_class("VisualBertForRegionToPhraseAlignment", VISUAL_BERT, phrases, FLOAT64),
         # It adds its terms up in float32.
         of_class("LxmertForPreTraining", LXMERT, matched_and_asked()),
         of_class("FlavaForPreTraining", FLAVA, masked_on_both_sides(), FLOAT64, collate=with_return_loss),
         of_class("VisualBertForPreTraining", VISUAL_BERT, regions, FLOAT64),
-        of_class(
-            "BlipTextLMHeadModel",
-            {**ENCODER, "is_decoder": True, "encoder_hidden_size": 16},
-            text(masked=first_is_target),
-            FLOAT64,
-        ),
-        of_class(
-            "Qwen2AudioForConditionalGeneration",
-            QWEN2_AUDIO,
-            sounding(),
-            FLOAT64,
-            prepare=freeze("audio_tower"),
-            collate=with_feature_mask,
-        ),
+        of_class("BlipTextLMHeadModel", answering, text(masked=first_is_target), FLOAT64),
+        of_class("Qwen2AudioForConditionalGeneration", QWEN2_AUDIO, sounding(), FLOAT64, **audio),
     ]

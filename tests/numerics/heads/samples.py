@@ -96,12 +96,22 @@ def choices() -> list[Sample]:
     return samples
 
 
-def with_padded_choices(samples: Sequence[Sample]) -> Batch:
+def _with_padded(samples: Sequence[Sample], **fills: int) -> Batch:
+    """Several texts a sample, padded to one width."""
     width = max(sample["input_ids"].shape[1] for sample in samples)
-    padded = [
-        {key: F.pad(s[key], (0, width - s[key].shape[1])) for key in ("input_ids", "attention_mask")} for s in samples
-    ]
-    return {**collate(padded), "labels": torch.stack([sample["labels"] for sample in samples])}
+
+    def padded(key: str, value: Tensor) -> Tensor:
+        return F.pad(value, (0, width - value.shape[1]), value=fills[key]) if key in fills else value
+
+    return collate([{key: padded(key, value) for key, value in sample.items()} for sample in samples])
+
+
+def with_padded_choices(samples: Sequence[Sample]) -> Batch:
+    return _with_padded(samples, input_ids=0, attention_mask=0)
+
+
+def with_padded_texts(samples: Sequence[Sample]) -> Batch:
+    return _with_padded(samples, input_ids=0, labels=-100)
 
 
 def with_end(samples: Sequence[Sample], end: int = 2) -> list[Sample]:
@@ -123,14 +133,15 @@ def with_boxes(samples: Sequence[Sample]) -> list[Sample]:
     return [{**sample, "bbox": box(len(sample["input_ids"]))} for sample in samples]
 
 
+def normal(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
 def images(
     labels: Callable[[int, torch.Generator], Any], size: int = 32, dtype: torch.dtype = torch.float64
 ) -> list[Sample]:
     g = generator(2)
-    return [
-        {"pixel_values": torch.randn(3, size, size, generator=g, dtype=torch.float64).to(dtype), "labels": labels(i, g)}
-        for i in range(8)
-    ]
+    return [{"pixel_values": normal(g, 3, size, size).to(dtype), "labels": labels(i, g)} for i in range(8)]
 
 
 def segments(index: int, g: torch.Generator) -> Tensor:
@@ -141,28 +152,19 @@ def segments(index: int, g: torch.Generator) -> Tensor:
 
 def videos(key: str = "pixel_values") -> list[Sample]:
     g = generator(2)
-    return [
-        {key: torch.randn(2, 3, 16, 16, generator=g, dtype=torch.float64), "labels": torch.tensor(index % 3)}
-        for index in range(8)
-    ]
+    return [{key: normal(g, 2, 3, 16, 16), "labels": torch.tensor(index % 3)} for index in range(8)]
 
 
 def heard(samples: Sequence[Sample]) -> list[Sample]:
     """The labels of texts, beside a spectrogram of 8 bins and 16 steps."""
     g = generator(5)
-    return [
-        {"input_features": torch.randn(8, 16, generator=g, dtype=torch.float64), "labels": sample["labels"]}
-        for sample in samples
-    ]
+    return [{"input_features": normal(g, 8, 16), "labels": sample["labels"]} for sample in samples]
 
 
 def speech() -> list[Sample]:
     g = generator(5)
     return [
-        {
-            "input_values": torch.randn(400, generator=g, dtype=torch.float64),
-            "labels": torch.randint(1, 12, (2 + index,), generator=g),
-        }
+        {"input_values": normal(g, 400), "labels": torch.randint(1, 12, (2 + index,), generator=g)}
         for index in range(8)
     ]
 
@@ -174,10 +176,7 @@ def replaced_tokens(index: int, sample: Sample, g: torch.Generator) -> Tensor:
 def masked_images() -> list[Sample]:
     g = generator(6)
     return [
-        {
-            "pixel_values": torch.randn(3, 32, 32, generator=g, dtype=torch.float64),
-            "bool_masked_pos": torch.rand(16, generator=g) < 0.2 + 0.08 * index,
-        }
+        {"pixel_values": normal(g, 3, 32, 32), "bool_masked_pos": torch.rand(16, generator=g) < 0.2 + 0.08 * index}
         for index in range(8)
     ]
 
@@ -190,36 +189,32 @@ def series() -> list[Sample]:
         observed[4 - index % 4 :] = 0.0
         samples.append(
             {
-                "past_values": torch.randn(8, generator=g, dtype=torch.float64),
-                "past_time_features": torch.randn(8, 1, generator=g, dtype=torch.float64),
+                "past_values": normal(g, 8),
+                "past_time_features": normal(g, 8, 1),
                 "past_observed_mask": torch.ones(8, dtype=torch.float64),
-                "future_values": torch.randn(4, generator=g, dtype=torch.float64),
-                "future_time_features": torch.randn(4, 1, generator=g, dtype=torch.float64),
+                "future_values": normal(g, 4),
+                "future_time_features": normal(g, 4, 1),
                 "future_observed_mask": observed,
             }
         )
     return samples
 
 
+def without(key: str, samples: Sequence[Sample]) -> list[Sample]:
+    return [{name: value for name, value in sample.items() if name != key} for sample in samples]
+
+
 def answers(outside: int = 2) -> list[Sample]:
     samples = []
-    for index, sample in enumerate(text(lengths=(12,) * 8)):
-        start = 99 if index % 4 == outside else index % 5
-        end = 99 if index % 4 == outside else 5 + index % 6
-        sample = {key: value for key, value in sample.items() if key != "labels"}
+    for index, sample in enumerate(without("labels", alike())):
+        start, end = (99, 99) if index % 4 == outside else (index % 5, 5 + index % 6)
         samples.append({**sample, "start_positions": torch.tensor(start), "end_positions": torch.tensor(end)})
     return samples
 
 
 def pairs() -> list[Sample]:
     g = generator(8)
-    return [
-        {
-            **{key: value for key, value in sample.items() if key != "labels"},
-            "pixel_values": torch.randn(3, 16, 16, generator=g, dtype=torch.float64),
-        }
-        for sample in text(lengths=(6,) * 8)
-    ]
+    return [{**sample, "pixel_values": normal(g, 3, 16, 16)} for sample in without("labels", text(lengths=(6,) * 8))]
 
 
 def with_return_loss(samples: Sequence[Sample]) -> Batch:
@@ -252,14 +247,3 @@ def double() -> list[Sample]:
         last = torch.full((2,), ids.shape[1] - 1)
         samples.append({"input_ids": ids, "labels": ids.clone(), "mc_labels": sample["labels"], "mc_token_ids": last})
     return samples
-
-
-def with_padded_texts(samples: Sequence[Sample]) -> Batch:
-    width = max(sample["input_ids"].shape[1] for sample in samples)
-
-    def padded(key: str, fill: int) -> torch.Tensor:
-        rows = [torch.nn.functional.pad(s[key], (0, width - s[key].shape[1]), value=fill) for s in samples]
-        return torch.stack(rows)
-
-    rest = collate([{key: sample[key] for key in ("mc_labels", "mc_token_ids")} for sample in samples])
-    return {**rest, "input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}

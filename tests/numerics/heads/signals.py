@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tests.numerics.heads.head import FLOAT64, VOCABULARY, Head, Origin, Sample, of_class
-from tests.numerics.heads.samples import generator, heard, one_class, series, speech, text, with_labels
+from tests.numerics.heads.head import FLOAT64, VOCABULARY, Head, Origin, Sample, of_class, of_classes, plain
+from tests.numerics.heads.samples import generator, heard, normal, one_class, series, speech, text, with_labels
 from tests.numerics.heads.seq2seq import BART
 
 WAV2VEC2 = {
@@ -39,21 +40,20 @@ SPEECH_TO_TEXT = {
     "max_source_positions": 64, "max_target_positions": 32,
 }  # fmt: skip
 
-#: A class of the library, and what its config says besides wav2vec2's.
-Row = tuple[str, dict[str, Any]]
+#: Classes of the library, and what their configs say besides wav2vec2's.
+Rows = dict[str, Mapping[str, Any]]
 
 WAVLM = {"num_buckets": 8, "max_bucket_distance": 16}
 DATA2VEC = {"conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 1}
-CLASSES: list[Row] = [
-    ("Wav2Vec2ForSequenceClassification", {}),
-    ("HubertForSequenceClassification", {}),
-    ("UniSpeechSatForSequenceClassification", {}),
-    ("WavLMForSequenceClassification", WAVLM),
-    ("Data2VecAudioForSequenceClassification", DATA2VEC),
-    ("SEWForSequenceClassification", {"squeeze_factor": 1}),
-    ("SEWDForSequenceClassification", {"squeeze_factor": 1}),
-]
-CTC: list[Row] = [("HubertForCTC", {}), ("WavLMForCTC", WAVLM), ("Data2VecAudioForCTC", DATA2VEC)]
+CLASSES: Rows = {
+    **plain("Wav2Vec2 Hubert UniSpeechSat", "ForSequenceClassification"),
+    "WavLMForSequenceClassification": WAVLM,
+    "Data2VecAudioForSequenceClassification": DATA2VEC,
+    "SEWForSequenceClassification": {"squeeze_factor": 1},
+    "SEWDForSequenceClassification": {"squeeze_factor": 1},
+}
+CTC: Rows = {"HubertForCTC": {}, "WavLMForCTC": WAVLM, "Data2VecAudioForCTC": DATA2VEC}
+FRAMES: Rows = {"Wav2Vec2ForAudioFrameClassification": {}, "WavLMForAudioFrameClassification": WAVLM}
 X_VECTOR = {"tdnn_dim": [8, 8], "tdnn_kernel": [2, 2], "tdnn_dilation": [1, 1], "xvector_output_dim": 8}
 
 
@@ -73,13 +73,7 @@ MIXER = {
 def with_target(name: str, *shape: int) -> list[Sample]:
     """Eight steps of two channels, and a target of a shape."""
     g = generator(17)
-    return [
-        {
-            "past_values": torch.randn(8, 2, generator=g, dtype=torch.float64),
-            **({name: torch.randn(*shape, generator=g, dtype=torch.float64)} if name else {}),
-        }
-        for _ in range(8)
-    ]
+    return [{"past_values": normal(g, 8, 2), **({name: normal(g, *shape)} if name else {})} for _ in range(8)]
 
 
 def heads() -> list[Head]:
@@ -96,9 +90,11 @@ def heads() -> list[Head]:
     voiced = [
         {"input_values": s["input_values"], "labels": t["labels"]} for s, t in zip(speech(), targets, strict=True)
     ]
+    whisper = {**WHISPER, "num_labels": 3, "classifier_proj_size": 8}
+    mean = {**WAV2VEC2, "ctc_loss_reduction": "mean"}
     three = {**WAV2VEC2, "num_labels": 3, "classifier_proj_size": 8}
     return [
-        of_class(config={**WAV2VEC2, "ctc_loss_reduction": "mean"}, name="wav2vec2-ctc-mean", **ctc),
+        of_class(config=mean, name="wav2vec2-ctc-mean", **ctc),
         of_class(config={**WAV2VEC2, "ctc_loss_reduction": "sum"}, name="wav2vec2-ctc-sum", stock_wrong=False, **ctc),
         of_class("TimeSeriesTransformerForPrediction", TIME_SERIES, series(), name="time-series", origin=None),
         *(
@@ -113,21 +109,12 @@ def heads() -> list[Head]:
                 ("PatchTSMixerForTimeSeriesClassification", {**MIXER, "num_targets": 3}, by_class),
             )
         ),
-        *(
-            of_class(name, {**WAV2VEC2, "ctc_loss_reduction": "mean", **more}, speech(), origin=Origin.LOSS_TYPE_DROPS)
-            for name, more in CTC
-        ),
-        *(of_class(name, {**three, **more}, spoken, FLOAT64) for name, more in CLASSES),
-        of_class("Wav2Vec2ForAudioFrameClassification", three, frames, FLOAT64),
-        of_class("WavLMForAudioFrameClassification", {**three, **WAVLM}, frames, FLOAT64),
+        *of_classes(CTC, mean, speech(), origin=Origin.LOSS_TYPE_DROPS),
+        *of_classes(CLASSES, three, spoken, FLOAT64),
+        *of_classes(FRAMES, three, frames, FLOAT64),
         of_class("Wav2Vec2ForXVector", {**three, **X_VECTOR}, spoken, FLOAT64, origin=None),
         of_class("WhisperForConditionalGeneration", WHISPER, heard(targets), FLOAT64),
-        of_class(
-            "WhisperForAudioClassification",
-            {**WHISPER, "num_labels": 3, "classifier_proj_size": 8},
-            heard(with_labels(one_class)),
-            FLOAT64,
-        ),
+        of_class("WhisperForAudioClassification", whisper, heard(with_labels(one_class)), FLOAT64),
         of_class("Speech2TextForConditionalGeneration", SPEECH_TO_TEXT, by_time, FLOAT64),
         of_class("SpeechT5ForSpeechToText", SPEECH_T5, voiced, FLOAT64),
     ]

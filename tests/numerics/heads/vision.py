@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tests.numerics.heads.head import (
     Sample,
     collate,
     of_class,
+    of_classes,
 )
 from tests.numerics.heads.samples import alike, generator, images, masked_images, segments, videos
 from tests.numerics.heads.text import GPT2
@@ -65,8 +66,8 @@ def frozen_and_without_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-#: A class of the library, and its config.
-Row = tuple[str, dict[str, Any]]
+#: Classes of the library, and their configs.
+Rows = dict[str, Mapping[str, Any]]
 
 STAGES = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
 SWIN = {
@@ -113,46 +114,43 @@ CVT = {
     "drop_rate": [0.0, 0.0], "attention_drop_rate": [0.0, 0.0], "num_labels": 3,
 }  # fmt: skip
 
-CLASSES: list[Row] = [
-    ("BeitForImageClassification", {**VIT, "drop_path_rate": 0.0}),
-    ("SiglipForImageClassification", CLIP_PAIR),
-    ("CLIPForImageClassification", CLIP_PAIR),
-    ("Swinv2ForImageClassification", SWIN),
-    ("DonutSwinForImageClassification", SWIN),
-    (
-        "HieraForImageClassification",
-        {
-            "image_size": [32, 32], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_size": [3, 3],
-            "patch_stride": [2, 2], "patch_padding": [1, 1], "query_stride": [2, 2], "num_query_pool": 1,
-            "masked_unit_size": [8, 8], "masked_unit_attention": [True, False], "drop_path_rate": 0.0,
-        },
-    ),
-    (
-        "FocalNetForImageClassification",
-        {
-            **STAGES, "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16],
-            "focal_levels": [1, 1], "focal_windows": [1, 1],
-        },
-    ),
-    ("PvtForImageClassification", {**PYRAMID, "patch_sizes": [4, 2], "sequence_reduction_ratios": [2, 1]}),
-    ("PvtV2ForImageClassification", {**PYRAMID, "patch_sizes": [7, 3], "sr_ratios": [2, 1]}),
-    (
-        "PoolFormerForImageClassification",
-        {
-            "num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3],
-            "strides": [4, 2], "padding": [2, 1], "mlp_ratio": 2.0, "drop_path_rate": 0.0,
-        },
-    ),
-    ("MobileViTForImageClassification", MOBILE_VIT),
-    ("MobileNetV1ForImageClassification", {"depth_multiplier": 0.25, "image_size": 32, "classifier_dropout_prob": 0.0}),
-    ("ResNetForImageClassification", RESNET),
-]  # fmt: skip
+CLASSES: Rows = {
+    "BeitForImageClassification": {**VIT, "drop_path_rate": 0.0},
+    "SiglipForImageClassification": CLIP_PAIR,
+    "CLIPForImageClassification": CLIP_PAIR,
+    "Swinv2ForImageClassification": SWIN,
+    "DonutSwinForImageClassification": SWIN,
+    "HieraForImageClassification": {
+        "image_size": [32, 32], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_size": [3, 3],
+        "patch_stride": [2, 2], "patch_padding": [1, 1], "query_stride": [2, 2], "num_query_pool": 1,
+        "masked_unit_size": [8, 8], "masked_unit_attention": [True, False], "drop_path_rate": 0.0,
+    },
+    "FocalNetForImageClassification": {
+        **STAGES, "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16],
+        "focal_levels": [1, 1], "focal_windows": [1, 1],
+    },
+    "PvtForImageClassification": {**PYRAMID, "patch_sizes": [4, 2], "sequence_reduction_ratios": [2, 1]},
+    "PvtV2ForImageClassification": {**PYRAMID, "patch_sizes": [7, 3], "sr_ratios": [2, 1]},
+    "PoolFormerForImageClassification": {
+        "num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3],
+        "strides": [4, 2], "padding": [2, 1], "mlp_ratio": 2.0, "drop_path_rate": 0.0,
+    },
+    "MobileViTForImageClassification": MOBILE_VIT,
+    "MobileNetV1ForImageClassification": {"depth_multiplier": 0.25, "image_size": 32, "classifier_dropout_prob": 0.0},
+    "ResNetForImageClassification": RESNET,
+}  # fmt: skip
 #: Right in stock as long as all images are labelled: as many items in every micro-batch.
-BY_NUMBER: list[Row] = [
-    ("Dinov2ForImageClassification", {**VIT, "drop_path_rate": 0.0}),
-    ("SwinForImageClassification", SWIN),
-    ("SegformerForImageClassification", SEGFORMER),
-]
+BY_NUMBER: Rows = {
+    "Dinov2ForImageClassification": {**VIT, "drop_path_rate": 0.0},
+    "SwinForImageClassification": SWIN,
+    "SegformerForImageClassification": {**SEGFORMER, "num_labels": 3},
+}
+SEGMENTS: Rows = {
+    "BeitForSemanticSegmentation": BEIT,
+    "MobileViTForSemanticSegmentation": MOBILE_VIT,
+    "UperNetForSemanticSegmentation": UPERNET,
+}
+DECLARED_FALSE: Rows = {f"ConvNext{version}ForImageClassification": CONVNEXT for version in ("", "V2")}
 
 
 def with_flat_labels(samples: Sequence[Sample]) -> Batch:
@@ -175,94 +173,34 @@ def heads() -> list[Head]:
         for s in masked_images()
     ]
     three, four = {"num_labels": 3}, {"num_labels": 4}
-    frozen = {"prepare": frozen_batch_norm}
+    frozen, loose = {"prepare": frozen_batch_norm}, {"origin": Origin.LOSS_TYPE_DROPS, "stock_wrong": False}
     multi_label = {**VIT, "num_labels": 3, "problem_type": "multi_label_classification"}
+    patches = {"num_hidden_layers": 1, "encoder_stride": 8}
+    some_masked = [{**s, "bool_masked_pos": torch.arange(64) % (2 + i % 3) == 0} for i, s in enumerate(masked_images())]
+    segmented = images(segments)
+    segformer: Any = {"model": "SegformerForSemanticSegmentation", "config": SEGFORMER, "tolerance": FLOAT64}
+    words = {**VIT, "vocab_size": VOCABULARY, "use_mask_token": True, "drop_path_rate": 0.0}
+    own_dropout = {"prepare": frozen_and_without_dropout}
     return [
-        of_class(
-            config={**VIT, "num_labels": 3},
-            samples=images(lambda i, g: torch.tensor(i % 3)),
-            name="vit",
-            stock_wrong=False,
-            **vit,
-        ),
+        of_class(config={**VIT, "num_labels": 3}, samples=labelled, name="vit", stock_wrong=False, **vit),
         of_class(config={**VIT, "num_labels": 1}, samples=number, name="vit-regression", **vit),
         of_class(config=multi_label, samples=several, name="vit-multi-label", **vit),
-        of_class(
-            "SegformerForSemanticSegmentation",
-            SEGFORMER,
-            images(segments),
-            FLOAT64,
-            name="segformer",
-            prepare=frozen_batch_norm,
-        ),
-        of_class(
-            "SegformerForSemanticSegmentation",
-            SEGFORMER,
-            images(segments),
-            FLOAT64,
-            name="segformer-batch-norm",
-            exact=False,
-        ),
-        of_class(
-            "CvtForImageClassification",
-            CVT,
-            images(lambda i, g: torch.tensor(i % 3)),
-            FLOAT64,
-            prepare=frozen_batch_norm,
-            everyday=False,
-        ),
+        of_class(samples=segmented, name="segformer", **segformer, **frozen),
+        of_class(samples=segmented, name="segformer-batch-norm", exact=False, **segformer),
+        of_class("CvtForImageClassification", CVT, labelled, FLOAT64, everyday=False, **frozen),
         # Its denominator is the count plus 1e-5.
-        of_class(
-            "ViTForMaskedImageModeling",
-            {**VIT, "num_hidden_layers": 1, "encoder_stride": 8},
-            masked_images(),
-            name="masked-patches",
-            origin=None,
-        ),
-        of_class("DeiTForMaskedImageModeling", {**VIT, "num_hidden_layers": 1, "encoder_stride": 8}, masked_images()),
-        of_class(
-            "SwinForMaskedImageModeling",
-            {**SWIN, "encoder_stride": 8},
-            [{**s, "bool_masked_pos": torch.arange(64) % (2 + i % 3) == 0} for i, s in enumerate(masked_images())],
-        ),
-        *(of_class(name, {**config, **three}, labelled, FLOAT64, **frozen) for name, config in CLASSES),
-        *(
-            of_class(name, {**config, **three}, labelled, FLOAT64, origin=Origin.LOSS_TYPE_DROPS, stock_wrong=False)
-            for name, config in BY_NUMBER
-        ),
-        of_class("ConvNextForImageClassification", {**CONVNEXT, **three}, some, FLOAT64, origin=Origin.DECLARES_FALSE),
-        of_class(
-            "ConvNextV2ForImageClassification", {**CONVNEXT, **three}, some, FLOAT64, origin=Origin.DECLARES_FALSE
-        ),
+        of_class("ViTForMaskedImageModeling", {**VIT, **patches}, masked_images(), name="masked-patches", origin=None),
+        of_class("DeiTForMaskedImageModeling", {**VIT, **patches}, masked_images()),
+        of_class("SwinForMaskedImageModeling", {**SWIN, "encoder_stride": 8}, some_masked),
+        *of_classes(CLASSES, three, labelled, FLOAT64, **frozen),
+        *of_classes(BY_NUMBER, three, labelled, FLOAT64, **loose),
+        *of_classes(DECLARED_FALSE, three, some, FLOAT64, origin=Origin.DECLARES_FALSE),
         of_class("VJEPA2ForVideoClassification", {**VJEPA, **three}, videos("pixel_values_videos"), FLOAT64),
-        of_class(
-            "VideoMAEForVideoClassification",
-            {**VIDEO, **three},
-            videos(),
-            FLOAT64,
-            origin=Origin.LOSS_TYPE_DROPS,
-            stock_wrong=False,
-        ),
+        of_class("VideoMAEForVideoClassification", {**VIDEO, **three}, videos(), FLOAT64, **loose),
         of_class("ImageGPTForImageClassification", {**GPT2, **three}, picture, FLOAT64),
         of_class("ImageGPTForCausalImageModeling", {**GPT2, "vocab_size": VOCABULARY + 1}, pixels, FLOAT64),
-        of_class("BeitForSemanticSegmentation", {**BEIT, **four}, images(segments), FLOAT64, **frozen),
-        of_class("MobileViTForSemanticSegmentation", {**MOBILE_VIT, **four}, images(segments), FLOAT64, **frozen),
-        of_class(
-            "DPTForSemanticSegmentation",
-            {**DPT, **four},
-            images(segments),
-            FLOAT64,
-            prepare=frozen_and_without_dropout,
-        ),
-        of_class(
-            "UperNetForSemanticSegmentation", {**UPERNET, **four}, images(segments), FLOAT64, prepare=frozen_batch_norm
-        ),
+        *of_classes(SEGMENTS, four, segmented, FLOAT64, **frozen),
+        of_class("DPTForSemanticSegmentation", {**DPT, **four}, segmented, FLOAT64, **own_dropout),
         of_class("BitForImageClassification", {**BIT, **three}, labelled, FLOAT64),
-        of_class(
-            "BeitForMaskedImageModeling",
-            {**VIT, "vocab_size": VOCABULARY, "use_mask_token": True, "drop_path_rate": 0.0},
-            visual_words,
-            FLOAT64,
-            collate=with_flat_labels,
-        ),
+        of_class("BeitForMaskedImageModeling", words, visual_words, FLOAT64, collate=with_flat_labels),
     ]
