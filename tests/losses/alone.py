@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fnmatch import fnmatch
 
-from tests.losses.verdicts import HALVES, RATE, SINGLES, UNEVEN, Verdict
+from tests.losses.verdicts import HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.random_trainings.compositions import Composition
 from tests.random_trainings.parts import HEADS, OVERRIDES, Head
 from tests.trainings import Case
@@ -47,7 +47,9 @@ def alone(head: Head, override: str = "none", data: tuple[str, ...] = ()) -> Cas
     name = "-".join([head.name if override == "none" else override, *data])
     windows = max(head.windows, OVERRIDES[override].windows, 2)
     # A half is 1/G where a window has two micro-batches.
-    cuts = (HALVES if name in ("half", "own-half", "own-self-taught") else SINGLES, UNEVEN)
+    halves = name in ("half", "own-half", "own-self-taught")
+    # Which of two losses a column picks is not seen in single samples.
+    cuts = (HALVES if halves else PAIRS if name == "tasks" else SINGLES, UNEVEN)
     case = Composition(head.name, override, data=data or ("ragged",) * windows, seed=3).case()
     return replace(
         case, name=f"alone-{name}", verdict=verdict(name), rate=RATE, cuts=cuts,

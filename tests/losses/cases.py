@@ -3,7 +3,7 @@
 Numbers before a name are of the rows of trainings that broke the package; shapes of our own around a row share its
 number. A loss is a function of what is `Seen` in a forward, so that it can stand in the model, in a compute_loss, in a
 compute_loss_func, beside super()'s, and in a loop. `alone` has the parts of the random trainings, `wild` what public
-code writes.
+code writes, `clamps` counts that are kept from zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import transformers as hf
 from torch import Tensor
 
 from hf_accum_fix import Items, LossContract, Reduction
-from tests.losses import alone, models, wild
+from tests.losses import alone, clamps, models, wild
 from tests.losses.models import fewer, model_itself, points
 from tests.losses.rows import (
     AVERAGED,
@@ -328,7 +328,7 @@ def adversarial(model: Any, batch: Batch, step: int) -> Tensor:
 TWO_STEPS = [
     attack("15-Sam", INEXACT, moved_along, Texts, several(1), Sam),
     attack("15-SamByBackward", INEXACT, moved_along, Texts, several(1), SamByBackward),
-    attack("15-fgm", EITHER, adversarial, ByNumber, several(1), FGM),
+    attack("15-fgm", EITHER, adversarial, ByNumber, several(1), FGM, whole=False),
 ]
 
 
@@ -809,8 +809,8 @@ def mean_of_means(s: Seen) -> Tensor:
 RIGHT = {"cuts": (PAIRS, HALVES), "right": (PAIRS, HALVES)}
 CHUNKED = [
     attack("chunks-sums", EXACT, full(tokens), ByNumber, several(2), by_rows(halves), **RIGHT),
-    attack("chunks-means", INEXACT, full(tokens), Mean, several(2), by_rows(halves, mean=True), cuts=(PAIRS, HALVES)),
-    attack("chunks-model", INEXACT, full(tokens), holding(mean_of_means, Mean), several(2), looped=True),
+    attack("chunks-means", INEXACT, full(tokens), Mean, several(2), by_rows(halves, mean=True), whole=False),
+    attack("chunks-model", INEXACT, full(tokens), holding(mean_of_means, Mean), several(2), looped=True, whole=False),
 ]
 
 
@@ -866,5 +866,5 @@ OTHER_LABELS += [attack("12-two-tasks", EITHER, model_itself, Tasks, BY_TURNS, c
 CASES: list[Case] = [
     *FOUND, *READ, *BY_SAMPLES, *BY_NUMBER, *LATER, *STATE,
     *TWO_STEPS, *COUNTED, *NEARLY_EVEN, *SOME_HOLD, *BELONG, *ZERO, *SHAPES, *SCALED, *FATES, *EVERYDAY,
-    *CHANGED, *CHUNKED, *OTHER_LABELS, *alone.CASES, *wild.CASES, *custom.CASES,
+    *CHANGED, *CHUNKED, *OTHER_LABELS, *alone.CASES, *clamps.CASES, *wild.CASES, *custom.CASES,
 ]  # fmt: skip

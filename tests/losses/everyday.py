@@ -1,6 +1,6 @@
 """Losses as libraries and tutorials write them, each named by its own: exact at every split, and none is warned of.
 
-Those of `test_below_a_clamp` count as well. A sum over a batch is no row: it is exact, and said to grow.
+Those of `clamps` count as well. A sum over a batch is no row: it is exact, and said to grow.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical, NegativeBinomial, Normal, StudentT
 
-from tests.losses.cases import by_role, chosen_and_rejected, groups, log_p_of_rows
+from tests.losses.cases import by_role, groups, log_p_of_rows
+from tests.losses.clamps import three
 from tests.losses.models import points, texts
+from tests.losses.rows import EXACT, of_points
 from tests.losses.seen import Loss, Points, Seen, even, full, own
-from tests.losses.test_below_a_clamp import case_of
 from tests.numerics.heads import Batch, Sample
 from tests.numerics.heads.samples import generator
 from tests.trainings import Case
@@ -283,7 +284,7 @@ TEXTS: dict[str, Loss] = {
 
 def margins(s: Seen) -> Tensor:
     """How much more likely the chosen ones are."""
-    _, (chosen, rejected), _ = chosen_and_rejected(s)
+    chosen, rejected = log_p_of_rows(s)[1].chunk(2)
     return chosen - rejected
 
 
@@ -368,7 +369,10 @@ GRAPHS: dict[str, Loss] = {
 
 
 def cases(rows: Mapping[str, Loss], samples: Callable[[int], list[Sample]], **more: Any) -> list[Case]:
-    return [replace(case_of(name, loss, samples), **more) for name, loss in rows.items()]
+    return [
+        replace(of_points(name, EXACT, loss, lambda: Points(out=6), three(samples), cuts=CUTS), **more)
+        for name, loss in rows.items()
+    ]
 
 
 def cases_of_texts(rows: Mapping[str, Loss], samples: Callable[[int], list[Sample]], **more: Any) -> list[Case]:

@@ -21,6 +21,10 @@ NEITHER = {
     "found-free-bits-own": "in the third window a floor no longer binds: what was learnt is kept there, and said",
     "15-Sam": "each loss is weighted right; its own step takes the gradient of the first one back",
     "15-SamByBackward": "the same by autograd alone",
+    **dict.fromkeys(
+        ("chunks-means", "chunks-model", "public-over-its-first-value", "splits-as-fetched"),
+        "what a micro-batch computes is not the reference of its samples",
+    ),
 }
 TRAINED = [case for case in (CENTERNET, *CASES) if case.trainer is not None and case.name not in NEITHER]
 #: A few of each kind.

@@ -23,16 +23,16 @@ Public = Callable[[Any, Seen, Any], Tensor]
 
 
 def public(
-    name: str, verdict: Verdict, loss: Public, whole: Callable[[Seen, int], Tensor] | None = None, **more: Any
+    name: str, verdict: Verdict, loss: Public, wanted: Callable[[Seen, int], Tensor] | None = None, **more: Any
 ) -> Case:
-    """``whole``: of the global batch, by step; None: the same loss, which needs no trainer or number."""
+    """``wanted``: of the global batch, by step; None: the same loss, which needs no trainer or number."""
 
     def computed(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         logits = model(input_ids=inputs["input_ids"])["logits"]
         return loss(trainer, Seen(logits, inputs, models.bare(model)), number), {}
 
     def reference(model: Any, batch: Batch, step: int) -> Tensor:
-        return full(lambda s: loss(None, s, None) if whole is None else whole(s, step))(model, batch, step)
+        return full(lambda s: loss(None, s, None) if wanted is None else wanted(s, step))(model, batch, step)
 
     given = {"windows": [texts(0), texts(1)], "cuts": (HALVES, PAIRS, SINGLES), **more}
     return attack(f"public-{name}", verdict, reference, Mean, given.pop("windows"), computing(computed), **given)
@@ -210,7 +210,7 @@ NO_SUMS += [
         windows=[texts(window) for window in range(3)],
     ),
     public("over-its-first-value", INEXACT, over_first, lambda s, _: s.tokens / s.tokens.detach(), windows=[texts()]),
-    public("backward-in-compute-loss", INEXACT, with_backward, lambda s, _: 0.5 * s.tokens + s.classes),
+    public("backward-in-compute-loss", INEXACT, with_backward, lambda s, _: 0.5 * s.tokens + s.classes, whole=False),
 ]
 
 CASES = [*SUMS, *AS_STOCK, *NO_SUMS]
