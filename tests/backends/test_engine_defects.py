@@ -22,7 +22,7 @@ from hf_accum_fix.upstream.engine_defects import ENGINE_DEFECTS, engine_defects_
 from tests.backends.loops import LOOP_HEADS
 from tests.backends.loops import train as train_loop
 from tests.backends.rows import BACKENDS
-from tests.backends.test_reached_engines import unnamed
+from tests.backends.test_reached import unnamed
 from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
 from tests.numerics.parity import pass_over_imports
 from tests.ranks import on_ranks
