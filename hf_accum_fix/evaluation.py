@@ -112,12 +112,12 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     """The loss of a batch that is not part of a larger one, and the model's outputs; call `settle` first.
 
     It is the mean over the batch's own items (or the sum), by the head, which gets no number, or by a custom
-    ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
+    ``compute_loss`` or a ``compute_loss_func``, which get the batch's item count.
     """
     session: Session = vars(trainer)[SESSION]
     contract, number, custom = session.contract, None, compute_loss_of(trainer)
     assert contract is not None
-    if contract.items is not None and (session.source.func is not None if custom is None else contract.by_number):
+    if contract.items is not None and (session.source.func is not None or custom is not None):
         times = session.world.data_ranks if contract.takes_world_size else 1
         number = as_weight(contract.items.count(inputs, session.world.device), contract.dtype) * times
     with trainer.accelerator.autocast():

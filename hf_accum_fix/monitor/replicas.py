@@ -44,13 +44,7 @@ class Replicas:
         UnsupportedSetupError: if a parameter is sharded: then no rank holds a copy of another's.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        ranks: Ranks | None = None,
-        every: int = 100,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None, ranks: Ranks | None = None, every: int = 100) -> None:
         self._model, self._optimizer = model, optimizer
         self._ranks = ranks or TorchRanks()
         self._every, self._step = every, 0

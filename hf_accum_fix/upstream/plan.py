@@ -12,12 +12,7 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
 from hf_accum_fix.upstream.presence import refusal as absent
-from hf_accum_fix.upstream.seams import (
-    FIRST_RELEASE,
-    TESTED_RANGES,
-    TESTED_RELEASES,
-    TRAINER_CLASS,
-)
+from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RANGES, TESTED_RELEASES, TRAINER_CLASS
 
 _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
 

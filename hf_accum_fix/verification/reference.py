@@ -11,15 +11,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.counting.items import as_weight
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.model import products_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.evaluation import loss_alone
 from hf_accum_fix.learning.contract import How, LossContract, Reduction
-from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks, hands_number
+from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.router.router_loss import weighted_router_loss
-from hf_accum_fix.trace.preserve import overridden, random_states, seed_generators
+from hf_accum_fix.trace.preserve import random_states, seed_generators
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.projection import named, projections_of
@@ -106,32 +105,11 @@ class Scene:
 
     def losses(self, inputs: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and the router loss in it, times its coefficient."""
-        loss, outputs = self._alone(inputs)
+        loss, outputs = loss_alone(self.trainer, self.trainer.model, inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ContractError(f"got {loss!r} as the loss of a batch; expected one number")
         router = weighted_router_loss(self.contract, outputs)
         return loss, None if router is None else router.to(loss.device)
-
-    def _alone(self, inputs: Any) -> tuple[Tensor, Any]:
-        """The loss of a batch by itself; a ``compute_loss`` that requires num_items_in_batch gets the batch's own."""
-        try:
-            return loss_alone(self.trainer, self.trainer.model, inputs)
-        except TypeError:
-            compute_loss, items = compute_loss_of(self.trainer), self.contract.items
-            if compute_loss is None or items is None or not hands_number(compute_loss):
-                raise
-        prepared = self.trainer._prepare_inputs(inputs)
-        number = as_weight(items.count(prepared), self.contract.dtype)
-        with (
-            self.trainer.accelerator.autocast(),
-            self.trainer.compute_loss_context_manager(),
-            # Upstream multiplies the loss by the number of ranks if this is True.
-            overridden(self.trainer.args, "average_tokens_across_devices", False),
-        ):
-            found: tuple[Tensor, Any] = compute_loss(
-                self.trainer.model, prepared, return_outputs=True, num_items_in_batch=number
-            )
-        return found
 
     @property
     def world_size(self) -> int:

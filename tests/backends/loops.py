@@ -13,6 +13,7 @@ from hf_accum_fix import accumulation_windows
 from tests.backends import trajectory
 from tests.backends.rows import DEEPSPEED, Backend
 from tests.backends.trajectory import RATE, Trajectory, built, gathered, samples_of, variables
+from tests.loop.steps import epoch
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import trainable
 
@@ -63,16 +64,12 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
         else:
-            for window in accumulation_windows(loader, live, steps=accumulate, router_loss=router_loss):
-                for batch in window:
-                    with window.micro_batch(model):
-                        live.backward(window.loss(model, batch))
+            windows = accumulation_windows(loader, live, steps=accumulate, router_loss=router_loss)
+            for window in epoch(windows, model, optimizer, live):
                 if backend.wrapped == DEEPSPEED:
                     norms += [float(model.get_global_grad_norm())] if backend.reports_norm else []
                 else:
                     norms.append(float(full(live.clip_grad_norm_(model.parameters(), max_norm))))
-                optimizer.step()
-                optimizer.zero_grad()
                 losses.append(float(window.mean_loss()))
         end = gathered(model, backend)
         trajectory.unset_hf_deepspeed_config()

@@ -132,12 +132,7 @@ def looped(backend: Backend, head: Any, batches: Any, steps: int, rate: float, *
         model: Any = trajectory.built(head, backend)
         start = trainable(model)
         model, optimizer = live.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
-        for window in accumulation_windows(batches, live, **options):
-            for batch in window:
-                with window.micro_batch(model):
-                    live.backward(window.loss(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+        list(loops.epoch(accumulation_windows(batches, live, **options), model, optimizer, live))
         end = trajectory.gathered(model, backend)
     return {name: end[name] - start[name] for name in start}
 

@@ -38,18 +38,19 @@ def accelerator(accumulate: int, **given: Any) -> Accelerator:
     return Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **given)
 
 
-def by_windows(
-    windows: AccumulationWindows, model: nn.Module, optimizer: Any, live: Accelerator | None
-) -> Iterator[tuple[float, float]]:
-    """One epoch: the loss and the gradient norm of every window."""
+def epoch(
+    windows: AccumulationWindows, model: Any, optimizer: Any = None, live: Accelerator | None = None, loss: Any = None
+) -> Iterator[Any]:
+    """One epoch: every window once its gradient is there; ``loss``: where it is not the model's own."""
     for window in windows:
         for batch in window:
             with window.micro_batch(model):
-                loss = window.loss(model, batch)
-                loss.backward() if live is None else live.backward(loss)
-        yield float(window.mean_loss()), norm_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
+                found = window.loss(loss or model, batch)
+                found.backward() if live is None else live.backward(found)
+        yield window
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def by_accumulate(loader: Any, model: nn.Module, optimizer: Any, live: Accelerator) -> Iterator[tuple[float, float]]:
@@ -109,5 +110,6 @@ def take_steps(
         if way == "accumulate":
             seen += by_accumulate(loader, trained, optimizer, live)
         else:
-            seen += by_windows(windows, trained, optimizer, live)
+            for window in epoch(windows, trained, optimizer, live):
+                seen.append((float(window.mean_loss()), norm_of(trained)))
     return Step(moved(model, before), *seen[0]), seen, windows

@@ -16,7 +16,7 @@ import hf_accum_fix
 from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
 from hf_accum_fix.window.state import ATTEMPTS
 from tests.distributed.test_two_ranks import blank_on_second_rank
-from tests.loop.steps import OURS, own_batches, take_steps
+from tests.loop.steps import OURS, epoch, own_batches, take_steps
 from tests.numerics.heads import HEADS, Head, Sample, before
 from tests.numerics.parity import Step, cut, reference_step
 from tests.ranks import join, on_ranks
@@ -111,10 +111,7 @@ def collectives() -> dict[str, Any]:
             return _original(*args, **kwargs)
 
         setattr(dist, name, counted)
-    for window in windows:
-        for batch in window:
-            with window.micro_batch(model):
-                window.loss(model, batch).backward()
+    for window in epoch(windows, model):
         counts.append(list(seen))
         seen.clear()
         window.mean_loss()
@@ -156,13 +153,8 @@ def in_step() -> int:
     """Micro-batches trained by a model with a collective in its forward, where one rank has no target."""
     blank, model = bool(dist.get_rank()), torch.nn.parallel.DistributedDataParallel(CountsAll())
     labels = torch.full((2, 5), -100) if blank else torch.tensor([[0, 1, 2, 3, 0], [1, -100, 2, 0, 3]])
-    trained = 0
-    for window in accumulation_windows([{"x": torch.ones(2, 5, 3), "labels": labels}] * 4, steps=2):
-        for batch in window:
-            with window.micro_batch(model):
-                window.loss(model, batch).backward()
-            trained += 1
-    return trained
+    windows = accumulation_windows([{"x": torch.ones(2, 5, 3), "labels": labels}] * 4, steps=2)
+    return sum(len(window.batches) for window in epoch(windows, model))
 
 
 def raised_by(call: Callable[[], Any]) -> tuple[str, float]:

@@ -17,7 +17,7 @@ import hf_accum_fix
 from hf_accum_fix import ContractError, Items, LossContract, OptionsError, Reduction, SeamError, accumulation_windows
 from tests.distributed.test_two_ranks import REDUCED
 from tests.logged import Said
-from tests.loop.steps import OURS, accelerator, by_windows, own_batches, take_steps
+from tests.loop.steps import OURS, accelerator, epoch, own_batches, take_steps
 from tests.numerics.heads import HEADS, Head, before
 from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import Step, cut, reference_step, reference_windows
@@ -115,7 +115,7 @@ def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixtur
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with caplog.at_level(logging.INFO, logger="hf_accum_fix"):
         for _ in range(3):
-            list(by_windows(windows, model, optimizer, None))
+            list(epoch(windows, model, optimizer))
     # At most nine in each of three windows; before 2.5 torch shows a shape by a gradient, which needs a run that keeps
     # something for one.
     observes = 9 if hasattr(torch.ones((), requires_grad=True).neg().grad_fn, "_input_metadata") else 18
@@ -130,12 +130,8 @@ def looped(
     model: Any, batches: Any, loss: Any = None, steps: int | None = None, live: Any = None, **options: Any
 ) -> Any:
     """The last window of one epoch, in windows of all micro-batches or of ``steps``."""
-    for window in accumulation_windows(batches, live, steps=steps or len(batches), **options):
-        for batch in window:
-            with window.micro_batch(model):
-                found = window.loss(loss or model, batch)
-                found.backward() if live is None else live.backward(found)
-    return window
+    windows = accumulation_windows(batches, live, steps=steps or len(batches), **options)
+    return list(epoch(windows, model, live=live, loss=loss))[-1]
 
 
 def squares(model: Any, batch: Any, how: str = "mean") -> Tensor:
@@ -315,11 +311,8 @@ def test_the_term_that_divides_by_another_number_is_named(said: Said) -> None:
         scores, kept = model(batch["inputs"]), batch["labels"] >= least
         return F.cross_entropy(scores, batch["labels"]) + (scores.square().sum(-1) * kept).sum() / kept.sum()
 
-    for number, window in enumerate(accumulation_windows([batch] * 6, steps=2)):
+    for number, _ in enumerate(epoch(accumulation_windows([batch] * 6, steps=2), model, loss=loss_of), start=1):
         least = 2 * (number == 2)
-        for each in window:
-            with window.micro_batch(model):
-                window.loss(loss_of, each).backward()
     assert len(said("its term SumBackward0 divides by 3 items; 6 were predicted")) == 1
 
 

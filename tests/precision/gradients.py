@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hf_accum_fix
 from hf_accum_fix import Items, LossContract, Options, Reduction, accumulation_windows
+from tests.loop.steps import epoch
 from tests.numerics.parity import ClassRecorder, StockRecorder, training_arguments
 
 Gradient = dict[str, Tensor]
@@ -140,12 +141,7 @@ def by_loop(model: nn.Module, rows: Sequence[dict[str, Any]], steps: int, accumu
     optimizer = Keep(model)
     size = len(rows) // steps
     loader = [batch(rows[start : start + size]) for start in range(0, len(rows), size)]
-    for window in accumulation_windows(loader, steps=steps, accumulate_in=accumulate_in):
-        for each in window:
-            with window.micro_batch(model):
-                window.loss(model, each).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    list(epoch(accumulation_windows(loader, steps=steps, accumulate_in=accumulate_in), model, optimizer))
     return optimizer
 
 

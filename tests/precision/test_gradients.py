@@ -15,6 +15,7 @@ from hf_accum_fix import Options, accumulation_windows, verify
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from hf_accum_fix.verification.report import Kind
 from tests.logged import Said
+from tests.loop.steps import epoch
 from tests.numerics.parity import ClassRecorder, StockRecorder, training_arguments
 from tests.precision import gradients as of
 from tests.precision.gradients import CONTRACT, Bigram, Gradient, batch, by_loop, by_trainer, error, llama, reference
@@ -90,10 +91,7 @@ def test_a_parameter_that_the_last_micro_batch_does_not_use_keeps_its_gradient()
     for accumulate_in in ("float32", "compensated"):
         model = of.Sometimes().bfloat16()
         loader = [batch([row]) for row in rows]
-        window = next(iter(accumulation_windows(loader, steps=63, contract=CONTRACT, accumulate_in=accumulate_in)))
-        for each in window:
-            with window.micro_batch(model):
-                window.loss(model, each).backward()
+        list(epoch(accumulation_windows(loader, steps=63, contract=CONTRACT, accumulate_in=accumulate_in), model))
         found = {name: each.grad.double() for name, each in model.named_parameters() if each.grad is not None}
         assert error(found, wanted) < 0.006
 

@@ -26,6 +26,7 @@ from hf_accum_fix import accumulation_windows
 from tests.backends.rows import by_tp_plan
 from tests.backends.trajectory import fresh_state, sharding_on, variables
 from tests.cli.processes import ROOT
+from tests.loop.steps import epoch
 from tests.precision import gradients as of
 from tests.precision.gradients import CONTRACT, Bigram, Gradient, Keep, Sometimes, batch, error, left_on, llama
 from tests.precision.test_gradients import NOISE
@@ -153,11 +154,7 @@ def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tup
     contract = CONTRACT if isinstance(model, Sometimes) else None
     windows = accumulation_windows(loader, live, steps=steps, accumulate_in=mode, contract=contract)
     for _ in range(2):
-        for window in windows:
-            for each in window:
-                with window.micro_batch(trained):
-                    loss = window.loss(trained, each)
-                    loss.backward() if live is None else live.backward(loss)
+        for _ in epoch(windows, trained, live=live):
             found = whole(trained, optimizer)
             trained.zero_grad()
     return found, left_on(trained)

@@ -15,6 +15,7 @@ import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.backends.rows import zero
 from tests.backends.trajectory import fresh_state, unset_hf_deepspeed_config, without_compiling
+from tests.loop.steps import epoch
 from tests.precision.gradients import Gradient, batch, error, llama, reference, samples
 from tests.precision.test_gradients import NOISE
 from tests.ranks import on_ranks
@@ -57,12 +58,7 @@ def step(rows: Sequence[dict[str, Any]], stage: int, told: str, steps: int, aske
         return {name: (plain[name] if each is None else each).detach().double().clone() for name, each in named}
 
     before = weights()
-    for window in accumulation_windows(loader, live, steps=steps, accumulate_in=asked):
-        for each in window:
-            with window.micro_batch(model):
-                live.backward(window.loss(model, each))
-        optimizer.step()
-        optimizer.zero_grad()
+    list(epoch(accumulation_windows(loader, live, steps=steps, accumulate_in=asked), model, optimizer, live))
     after = weights()
     return {name: before[name] - after[name] for name in before}
 
