@@ -44,10 +44,11 @@ def wrong_uncut(head: Head, override: str) -> bool:
 
 def alone(head: Head, override: str = "none", data: tuple[str, ...] = ()) -> Case:
     """A head by itself, also in a loop; or an override of it."""
-    name = "-".join([head.name if override == "none" else override, *data])
+    changed = f"super-{override}" if override in HEADS else override
+    name = "-".join([head.name if override == "none" else changed, *data])
     windows = max(head.windows, OVERRIDES[override].windows, 2)
     # A half is 1/G where a window has two micro-batches.
-    halves = name in ("half", "own-half", "own-self-taught")
+    halves = name in ("half", "super-half", "own-half", "own-self-taught")
     # Which of two losses a column picks is not seen in single samples.
     cuts = (HALVES if halves else PAIRS if name == "tasks" else SINGLES, UNEVEN)
     case = Composition(head.name, override, data=data or ("ragged",) * windows, seed=3).case()

@@ -368,6 +368,12 @@ GRAPHS: dict[str, Loss] = {
 }
 
 
+def pairs_of_texts(number: int) -> list[Sample]:
+    """In another order in each window."""
+    [pairs] = groups(2)
+    return pairs[number:] + pairs[:number]
+
+
 def cases(rows: Mapping[str, Loss], samples: Callable[[int], list[Sample]], **more: Any) -> list[Case]:
     return [
         replace(of_points(name, EXACT, loss, lambda: Points(out=6), three(samples), cuts=CUTS), **more)
@@ -384,7 +390,7 @@ EVERYDAY = [
     *cases(SIXES, sixes),
     *cases(TASKS, sixes, model=Tasks),
     *cases_of_texts(TEXTS, of_texts),
-    *cases_of_texts(PAIRS, groups(2), collate=by_role),
+    *cases_of_texts(PAIRS, pairs_of_texts, collate=by_role),
     *cases(SOUNDS, sounds, collate=padded),
     *cases(GRAPHS, graphs, collate=batched),
 ]
