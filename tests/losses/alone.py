@@ -44,8 +44,7 @@ def wrong_uncut(head: Head, override: str) -> bool:
 
 def alone(head: Head, override: str = "none", data: tuple[str, ...] = ()) -> Case:
     """A head by itself, also in a loop; or an override of it."""
-    changed = f"super-{override}" if override in HEADS else override
-    name = "-".join([head.name if override == "none" else changed, *data])
+    name = "-".join([head.name if override == "none" else override, *data])
     windows = max(head.windows, OVERRIDES[override].windows, 2)
     # A half is 1/G where a window has two micro-batches.
     halves = name in ("half", "super-half", "own-half", "own-self-taught")

@@ -902,7 +902,7 @@ OVERRIDES: dict[str, Override] = {
         Override("none", _stock, full_base),
         _override("super", by_super(), full_base),
         _override("super-without-number", _without_number, full_base),
-        _override("half", by_super(lambda m: 0.5 * m.loss)),
+        _override("super-half", by_super(lambda m: 0.5 * m.loss)),
         _override("squares", by_super(lambda m: m.loss + 0.01 * squares(m.model))),
         _override("teacher", by_super(lambda m: m.loss + 0.5 * far(m))),
         _override("super-by-steps", by_super(by_steps), full_base, looped=False),

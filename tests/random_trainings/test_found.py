@@ -63,7 +63,7 @@ FOUND = EXACT | found("""
     weights that are one in the first window, beside a penalty
       weighted-elements squares names whole,rare,empty 3x3 missing=4 seed=63084
     a part of the first samples without a target
-      without-nan half left empty,rare 4x2 missing=4 seed=42365
+      without-nan super-half left empty,rare 4x2 missing=4 seed=42365
     several ways of counting fit the first window alone
       mean-and-z none wide whole,whole 4x2 missing=4 seed=0
     as many targets as samples, in the samples seen
