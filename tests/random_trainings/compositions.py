@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError
-from hf_accum_fix.upstream import environment, presence, seams
+from hf_accum_fix.upstream import environment, seams
 from tests import trainings
 from tests.numerics.heads import Batch, Sample
 from tests.random_trainings.parts import COLLATORS, HEADS, OVERRIDES, Head, Override, Tiny, built, drawn, in_forward
@@ -371,7 +371,7 @@ def told(composition: Composition, found: Outcome) -> str:
 @contextmanager
 def installed_once() -> Iterator[None]:
     """Look up what is installed once, and let no seed note who set it: both take longer than a training."""
-    looked_up = [(environment, "_version"), (environment, "fingerprint"), (presence, "_rows"), (seams, "is_between")]
+    looked_up = [(environment, "_version"), (environment, "fingerprint"), (seams, "is_between")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traceback, "format_stack", lambda *_, **__: [])
         for module, name in [*looked_up, (imports, "_is_package_available")]:
