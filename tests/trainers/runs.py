@@ -58,6 +58,7 @@ class Case:
         given: further arguments of the trainer.
         arguments: further TrainingArguments.
         cuts: where it means the same thing at every one of them.
+        right: the stock Trainer is right at all of these cuts.
         floor: relative error that rounding leaves; larger where the library computes in float32.
     """
 
@@ -68,6 +69,7 @@ class Case:
     given: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = (PAIRS, SINGLES)
+    right: bool = False
     floor: float = FLOOR
 
 
