@@ -159,12 +159,13 @@ PROMPTS = {"prompts": {"anchor": "w1 w2 ", "positive": "w3 ", "negative_0": "w3 
 GIVEN = [PROMPTS, {"gradient_checkpointing": True}, {"batch_sampler": "no_duplicates"}, {"bf16": True}]
 
 
+@pytest.mark.parametrize("cut", SPLITS, ids=lambda cut: "x".join(map(str, cut)))
 @pytest.mark.parametrize("given", GIVEN, ids=lambda given: next(iter(given)))
-def test_as_people_train(given: dict[str, Any], folder: Path, said: Said) -> None:
+def test_as_people_train(given: dict[str, Any], cut: tuple[int, int], folder: Path, said: Said) -> None:
     """bfloat16 has 8 bits. NO_DUPLICATES shuffles: only what is said is looked at."""
     name = "MNRL with a negative"
     reference = trained(name, "stock", (8, 1), folder, given)
-    ours = trained(name, "apply", (2, 4), folder, given, coupled_loss="exact")
+    ours = trained(name, "apply", cut, folder, given, coupled_loss="exact")
     if "batch_sampler" in given:
         (warning,) = said()
         assert "NO_DUPLICATES" in warning
@@ -203,9 +204,11 @@ def test_what_is_not_exact_is_refused_before_the_first_step(name: str, folder: P
     assert trainer.state.global_step == 0 and not any(p.grad is not None for p in trainer.model.parameters())
 
 
-def _on_a_rank(name: str, cut: tuple[int, int], folder: str, convention: str = "exact") -> Any:
+def _on_a_rank(
+    name: str, cut: tuple[int, int], folder: str, convention: str, given: Mapping[str, Any] | None = None
+) -> Any:
     try:
-        return trained(name, "apply" if convention else "stock", cut, Path(folder), coupled_loss=convention).change
+        return trained(name, "apply", cut, Path(folder), given, coupled_loss=convention).change
     except UnsupportedSetupError as error:
         return str(error)
 
@@ -233,6 +236,15 @@ def test_two_ranks(name: str, cut: tuple[int, int], convention: str, folder: Pat
             assert "past DistributedDataParallel" in change
         else:
             assert relative(change, reference.change) < 1e-9
+
+
+@pytest.mark.parametrize("cut", [(4, 1), (2, 2), (1, 4)], ids=lambda cut: "x".join(map(str, cut)))
+@pytest.mark.parametrize("given", [GIVEN[0], GIVEN[1], GIVEN[3]], ids=lambda given: next(iter(given)))
+def test_two_ranks_as_people_train(given: dict[str, Any], cut: tuple[int, int], folder: Path) -> None:
+    name = "MNRL with a negative"
+    reference = trained(name, "stock", (8, 1), folder, given)
+    for change in on_ranks(_on_a_rank, name, cut, str(folder), "exact", given):
+        assert relative(change, reference.change) < (0.1 if "bf16" in given else 1e-9)
 
 
 def test_an_unedited_script_under_the_command(folder: Path, tmp_path: Path) -> None:
