@@ -59,6 +59,8 @@ def weigh(
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         part.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         part.mixed = True
+        for term in (each for each in terms if each.divides):
+            _keep_finite(term, term.factors[-1].value, part)
         # What divides by the number of the global batch itself is added up.
         adds = contract.custom and any(each.how is How.NUMBER for each in contract.terms)
         return _ready(loss, left / part.micro_batches if adds else left, part)

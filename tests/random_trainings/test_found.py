@@ -122,6 +122,8 @@ FOUND = EXACT | found("""
       two-terms-sentence own-number-by-hand narrow-labels rare,ragged,alike 1x8 missing=1 seed=64226 declares-false
     rules of the number that part later, of which upstream's is not the first
       mean-of-tokens func-number names empty,alike 2x4 seed=16265 uneven
+    a term that comes later, beside a mean over nothing
+      number-and-kind-uncertain super-and-teacher-later no-mask ragged,ragged,rare 2x4 seed=51654 even uneven
     two sums of one count, which is at least 1
       first-target r-drop right empty,alike 2x4 missing=4 seed=7560 declares-false loop
 """)
