@@ -132,12 +132,13 @@ def _learnt(compared: Comparison, rules: Sequence[Items]) -> LossContract:
 
 
 def _are_chunks(one: Judged, other: Judged) -> bool:
-    """Whether two terms may be one term of other rows, which has the same constants."""
+    """Whether two terms may be one term of other rows: of blocks, or by the same rules, and then with its constants."""
     rules, others = ({replace(rule, block=None) for rule in each.spec.rules} for each in (one, other))
     alike = one.spec.shape == other.spec.shape and (not rules or not others or bool(rules & others))
     counts = {*one.spec.counts, *other.spec.counts}
     pairs = enumerate(zip(one.seen[0].numbers, other.seen[0].numbers, strict=True)) if alike else ()
-    return alike and all(at in counts or is_near(*pair) for at, pair in pairs)
+    of_blocks = one.spec.rules.keys().isdisjoint(other.spec.rules)
+    return alike and (of_blocks or all(at in counts or is_near(*pair) for at, pair in pairs))
 
 
 def _shows(term: Judged, compared: Comparison) -> bool:

@@ -806,10 +806,17 @@ def mean_of_means(s: Seen) -> Tensor:
     return torch.stack(means).sum() / len(means)
 
 
+def unequal_halves(s: Seen) -> Tensor:
+    """Whose constants are no sign that they are two losses."""
+    first, *_, last = [s.rows(rows).tokens for rows in halves(len(s.logits))]
+    return 0.3 * first + 0.7 * last
+
+
 RIGHT = {"cuts": (PAIRS, HALVES), "right": (PAIRS, HALVES)}
 CHUNKED = [
     attack("chunks-sums", EXACT, full(tokens), ByNumber, several(2), by_rows(halves), **RIGHT),
     attack("chunks-means", INEXACT, full(tokens), Mean, several(2), by_rows(halves, mean=True), whole=False),
+    in_own("chunks-unequal", INEXACT, unequal_halves, windows=several(2), cuts=(PAIRS, HALVES)),
     attack("chunks-model", INEXACT, full(tokens), holding(mean_of_means, Mean), several(2), looped=True, whole=False),
 ]
 
