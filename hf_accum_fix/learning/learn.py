@@ -21,7 +21,7 @@ from hf_accum_fix.counting.rules import is_near, is_padded, listed_targets, matc
 from hf_accum_fix.learning.contract import NO_TARGET_SEEN, Cause, How, LossContract, Reduction, TermSpec
 from hf_accum_fix.learning.look import Comparison, Setting
 from hf_accum_fix.reading.loss_graph import Term
-from hf_accum_fix.reading.nodes import Factor
+from hf_accum_fix.reading.nodes import NO_FLOOR, Factor
 
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
@@ -318,7 +318,9 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         # The classes of this batch may weigh alike.
         rules = {}
     floors = [each.factors[spec.counts[0]].floor if len(spec.counts) == 1 else None for each in term.seen]
-    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floors[0] if len({*floors}) == 1 else None)
+    # By a rule it is known before the forward.
+    floor = floors[0] if len({*floors}) == 1 and not (rules and floors[0] == NO_FLOOR) else None
+    mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floor)
     padded = all(is_padded(rule, compared.whole.batch) for rule in rules)
     if rules and padded and len(compared.whole.terms) > 1:
         doubt = f"{whole.name} is a mean over all positions, padding among them, and depends on how a batch is padded"
@@ -337,7 +339,7 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return term.but(f"a factor of {whole.name} is neither a count nor a constant", Cause.COUNT)
     if None in values:
         return mean.but("two of its terms have the same value, so the log cannot separate them", Cause.LOG)
-    divisors = [n if by is None else max(n + by[0], by[1]) for n, by in zip(d, floors, strict=True)]
+    divisors = [n if by is None else by.over(n) for n, by in zip(d, floors, strict=True)]
     if not _adds_up([(v or 0.0) * n if n else 0.0 for v, n in zip(values, divisors, strict=True)], compared.tolerance):
         words, cause = (_PADDED, Cause.PADDING) if compared.split.pads and rules else (COUPLED, Cause.COUPLED)
         return mean.but(_REST if whole.added and whole.value is None else words, cause)

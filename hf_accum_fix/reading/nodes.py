@@ -48,13 +48,17 @@ class NotSavedError(Exception):
 class Floor(NamedTuple):
     """What keeps a count from zero: a loss divides by max(count + more, least)."""
 
-    more: Any
-    least: Any
+    more: Any = 0.0
+    least: Any = 0.0
     read: bool = False  # by Python, which has read the count, or another number by chance
 
     def over(self, count: Any) -> float:
         """What a loss divides by; waits for numbers on a device."""
         return max(float(count) + float(self.more), float(self.least))
+
+
+#: Of a sum that nothing keeps from zero.
+NO_FLOOR = Floor()
 
 
 class Factor(NamedTuple):

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_accum_fix.reading.nodes import Factor, Floor, on_host
+from hf_accum_fix.reading.nodes import NO_FLOOR, Factor, Floor, on_host
 
-#: Torch functions that keep a count from zero, that make a constant, and that pass a number on.
+#: Torch functions that keep a count from zero, that make a constant or a count, and that pass a number on.
 _FLOORS = ["clamp", "clamp_min", "clip", "maximum", "max", "where", "masked_fill", "add", "radd"]
 _MAKES = ["tensor", "new_tensor", "scalar_tensor", "ones", "new_ones", "ones_like", "full", "new_full", "full_like"]
+_SUMS = ["sum", "count_nonzero"]
 _CASTS = ["to", "float", "double", "type", "type_as"]
 #: What Python's max asks a number, and what makes it a number of Python.
 _COMPARES = ["lt", "gt", "le", "ge"]
@@ -55,12 +56,12 @@ class Values(TorchFunctionMode):
                 self._made[_place(count)] = (count, count._version, *made)
         elif name in _READS and isinstance(out, (int, float)) and (place := _place(args[0])) is not None:
             *_, count, floor = self._made.get(place, (None, None))
-            self._read.append((out, None) if floor is None else (count, floor))
+            self._read.append((out, None) if floor is None or floor is NO_FLOOR else (count, floor))
         # Without gradient, a view that was changed in place has no node to ask for.
         if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None and out.numel() == 1:
             self._kept[out.grad_fn] = (out, out._version)
         elif (place := _place(out)) is not None and name not in _COMPARES:
-            self._made[place] = (out, out._version, *(made or (out, None)))
+            self._made[place] = (out, out._version, *(made or (out, NO_FLOOR if name in _SUMS else None)))
         return out
 
     def _made_of(self, name: str, args: Any, kwargs: Any) -> tuple[Tensor | None, Floor | None] | None:
@@ -74,8 +75,9 @@ class Values(TorchFunctionMode):
         if len(pair) != 2 or not 0 < self._rank(pair[0]) < self._rank(pair[1]) > 1:
             return (None, None) if name in _MAKES else None
         by, count = pair
-        # A larger one is part of the count; one that rounding drops keeps nothing but zero from it.
-        if "add" in name and not (isinstance(by, (int, float)) and abs(by) < 1e-2):
+        # A larger one may be part of a count; one that rounding drops keeps nothing but zero from it.
+        is_sum = self._made.get(_place(count), (None,))[-1] is NO_FLOOR
+        if "add" in name and not (isinstance(by, (int, float)) and (is_sum or abs(by) < 1e-2)):
             return None
         eps = torch.finfo(count.dtype if count.is_floating_point() else torch.get_default_dtype()).eps
         return count.clone(), Floor(by, 0.0) if "add" in name and abs(by) > eps else Floor(0.0, by, name in _COMPARES)

@@ -171,8 +171,9 @@ def scaled(count: Tensor, ratio: float) -> Tensor:
 def kept(count: Any, floor: Floor | None) -> Any:
     """What a loss divides by that counts so many; one over no items is weighted as one over a single item."""
     if not isinstance(count, Tensor):
-        return count or 1.0 if floor is None else max(count + float(floor[0]), float(floor[1]))
-    return torch.where(count == 0, 1.0, count) if floor is None else (count + floor[0]).clamp(min=floor[1])
+        return (count if floor is None else floor.over(count)) or 1.0
+    divisor = count if floor is None else (count + floor.more).clamp(min=floor.least)
+    return torch.where(divisor == 0, 1.0, divisor)
 
 
 def _stacked(numbers: Sequence[Number], device: torch.device) -> Tensor:

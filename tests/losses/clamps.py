@@ -185,6 +185,11 @@ def tempered(s: Seen) -> Tensor:
     return (crossed(s) * found(s)).sum() / max(found(s).sum(), torch.tensor(1)) / temperature
 
 
+def bare(s: Seen) -> Tensor:
+    """A micro-batch of one target divides by 1."""
+    return (errors(s) * found(s)).sum() / found(s).sum()
+
+
 #: Other ways to keep a count from zero.
 FLOORS: dict[str, Callable[[Tensor], Tensor]] = {
     "small": lambda n: n.clamp(min=1e-6),
@@ -216,7 +221,22 @@ def by_six(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Case:
     return of_points(f"clamp-{name}", verdict, loss, lambda: Points(out=6), **given)
 
 
-KEPT = (gliner, dapo, vapo, doremi, deepar, corner_net, triplets, anchors, corn_of_pixels, fcos, detr, yolo, tempered)
+KEPT = (
+    bare,
+    gliner,
+    dapo,
+    vapo,
+    doremi,
+    deepar,
+    corner_net,
+    triplets,
+    anchors,
+    corn_of_pixels,
+    fcos,
+    detr,
+    yolo,
+    tempered,
+)
 CASES = [
     *(by_six(each.__name__, EXACT, each) for each in KEPT),
     by_six("ssd", EXACT, ssd, windows=three(matched)),
@@ -225,5 +245,6 @@ CASES = [
     # A length shows no count; nor do two numbers that were read.
     *(by_six(f"{each.__name__}-alone", EITHER, each, cuts=(SINGLES,)) for each in (corn, two_reads)),
     by_six("either_read", EITHER, either_read, cuts=(HALVES, SINGLES)),
+    by_six("one-more", EXACT, kept(lambda n: n + 1)),
     by_six("retina_net", EXACT, retina_net, right=(PAIRS, HALVES, SINGLES)),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tempfile
 from enum import Enum
@@ -53,7 +54,7 @@ def faults(ours: Training, case: Case, stock: Training, cut: Cut) -> list[str]:
     found += [
         f"window {window} is off by {mine:.1e}, stock by {theirs:.1e}"
         for window, (mine, theirs) in enumerate(zip(ours.windows, stock.windows, strict=True))
-        if not mine <= (STOCKS if verdict is Verdict.STOCK else AS_STOCK) * theirs + floor
+        if mine > (STOCKS if verdict is Verdict.STOCK else AS_STOCK) * theirs + floor or math.isnan(mine)
     ]
     if verdict in (Verdict.EXACT, Verdict.GRADIENT, Verdict.AVERAGED) and wrong:
         found.append(f"off by {ours.worst:.1e}")
