@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_accum_fix.confirmation import is_quiet, on_line, print_line, print_once_per_job
 from hf_accum_fix.errors import AccumFixError, ForeignPatchError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.observations import recorded
-from hf_accum_fix.options import SWITCH, Options, enabled, options_from, shows_options
+from hf_accum_fix.options import SWITCH, Options, enabled, options_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -263,7 +263,6 @@ class PatchHandle:
         return call
 
 
-@shows_options
 def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
     """Patch transformers.Trainer, and so every subclass.
 

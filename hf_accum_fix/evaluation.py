@@ -23,10 +23,9 @@ from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Sess
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of
 from hf_accum_fix.router.router_loss import weighted_router_loss
 from hf_accum_fix.trace.preserve import overridden
-from hf_accum_fix.upstream.protocols import TrainerLike
 
 
-def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+def evaluation_loop(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Run the original loop, and replace its loss by the mean over items.
 
     The contract comes from training; before any training the loss is observed on the first batch.
@@ -93,7 +92,7 @@ def _contract_of(session: Session, inputs: Mapping[str, Any]) -> tuple[LossContr
     return contract, "" if has_mean else f"the loss {contract.reduction.value} ({contract.reason})"
 
 
-def _without_filling(trainer: TrainerLike, items: Items, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+def _without_filling(trainer: Any, items: Items, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """A batch with only the targets of samples that do not fill up the ranks' last one; None: no rank has others."""
     state, rows, ranks = trainer.accelerator.gradient_state, sample_count(inputs), trainer.args.world_size
     last = LastRound(int(state.remainder), rows, ranks, trainer.args.process_index)
@@ -108,7 +107,7 @@ def _without_filling(trainer: TrainerLike, items: Items, inputs: Mapping[str, An
     return {key: each[: last.own] if has_rows(each) and len(each) == rows else each for key, each in inputs.items()}
 
 
-def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """The loss of a batch that is not part of a larger one, and the model's outputs; call `settle` first.
 
     It is the mean over the batch's own items (or the sum), by the head, which gets no number, or by a custom

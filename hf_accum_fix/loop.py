@@ -37,7 +37,7 @@ from hf_accum_fix.engines.engine import engine_divisor, reducing
 from hf_accum_fix.engines.sample_shards import axis_size
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract
-from hf_accum_fix.options import options_from, shows_options
+from hf_accum_fix.options import options_from
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.window.loop_host import Batch, LoopHost, LossOf
@@ -271,7 +271,6 @@ class AccumulationWindows:
             host.open([])
 
 
-@partial(shows_options, of_loops=True)
 def accumulation_windows(
     dataloader: Iterable[Batch], accelerator: Any = None, *, steps: int | None = None, **options: Any
 ) -> AccumulationWindows:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_accum_fix.errors import OptionsError
 
@@ -14,20 +13,20 @@ if TYPE_CHECKING:
 
     from hf_accum_fix.learning.contract import LossContract
 
-    _Function = TypeVar("_Function", bound=Callable[..., Any])
-
 SWITCH: Final = "HF_ACCUM_FIX"
 _ON: Final = ("1", "on", "true", "yes")
 _OFF: Final = ("0", "off", "false", "no")
 
-#: The conventions of `hf_accum_fix.router.router_loss`, as strings, so that importing this needs no torch.
-ROUTER_LOSSES: Final = ("mean", "exact")
+#: The options that are one of some words, as strings, so that importing this needs no torch: see
+#: `hf_accum_fix.router.router_loss`, `hf_accum_fix.coupled` and `hf_accum_fix.engines.precision`.
+CHOICES: Final = {
+    "router_loss": ("mean", "exact"),
+    "coupled_loss": ("micro-batch", "rank", "exact"),
+    "accumulate_in": ("parameter", "float32", "compensated"),
+}
 
-#: Over which samples a loss that couples them is computed: see `hf_accum_fix.coupled`.
-COUPLED_LOSSES: Final = ("micro-batch", "rank", "exact")
-
-#: The dtypes in which a window's gradients are summed: see `hf_accum_fix.engines.precision`.
-ACCUMULATE_IN: Final = ("parameter", "float32", "compensated")
+#: The options that `accumulation_windows` does not take.
+_OF_TRAINERS: Final = ("allow_foreign", "eval_loss", "balance_windows")
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,6 @@ class BalanceOptions:
                 raise OptionsError(f"got {name}={value!r}; expected an integer of at least 1, or None")
 
 
-def _about(help: str | None, *, choices: tuple[str, ...] | None = None, of_loops: bool = False) -> dict[str, Any]:
-    """Metadata of an option.
-
-    Args:
-        help: help text on the command line; None: not an option there.
-        choices: the allowed values; None: any.
-        of_loops: whether `accumulation_windows` takes it too.
-    """
-    return {"help": help, "choices": choices, "of_loops": of_loops}
-
-
 @dataclass(frozen=True)
 class Options:
     """The user's options; the defaults suit most trainings.
@@ -108,64 +96,43 @@ class Options:
             prove_every is no integer of at least 0.
     """
 
-    contract: LossContract | None = field(default=None, metadata=_about(None, of_loops=True))
-    allow_foreign: tuple[str, ...] = field(
-        default=(),
-        metadata=_about(
-            "wrap this replacement of a Trainer method by another package instead of refusing it; repeatable"
-        ),
-    )
-    eval_loss: bool = field(default=False, metadata=_about("report eval_loss as the mean over items"))
-    drop_duplicates: bool = field(default=False, metadata=_about("drop samples that accelerate repeats", of_loops=True))
-    router_loss: str = field(
-        default="mean", metadata=_about("of a mixture of experts", choices=ROUTER_LOSSES, of_loops=True)
-    )
-    coupled_loss: str = field(
-        default="micro-batch",
-        metadata=_about("over which samples a coupled loss is computed", choices=COUPLED_LOSSES, of_loops=True),
-    )
-    coupled: tuple[str, ...] = field(
-        default=(),
-        metadata=_about("a module that returns one vector per sample, for --coupled-loss; repeatable", of_loops=True),
-    )
-    balance_windows: bool | BalanceOptions = field(
-        default=False, metadata=_about("length-balance the micro-batches of a window")
-    )
-    accumulate_in: str = field(
-        default="parameter",
-        metadata=_about("of gradients of 16-bit parameters", choices=ACCUMULATE_IN, of_loops=True),
-    )
-    prove_every: int = field(default=0, metadata=_about(None, of_loops=True))
+    contract: LossContract | None = None
+    allow_foreign: tuple[str, ...] = ()
+    eval_loss: bool = False
+    drop_duplicates: bool = False
+    router_loss: str = "mean"
+    coupled_loss: str = "micro-batch"
+    coupled: tuple[str, ...] = ()
+    balance_windows: bool | BalanceOptions = False
+    accumulate_in: str = "parameter"
+    prove_every: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as one string instead of a tuple."""
-        if self.contract is not None and type(self.contract).__name__ != "LossContract":
+        if self.balance_windows is True:
+            object.__setattr__(self, "balance_windows", BalanceOptions())
+        is_contract = self.contract is None or type(self.contract).__name__ == "LossContract"
+        is_balance = self.balance_windows is False or isinstance(self.balance_windows, BalanceOptions)
+        every, switch = self.prove_every, "True or False"
+        foreign = 'a tuple of "module.qualname" strings, such as ("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
+        allowed = {
+            "contract": (is_contract, "a LossContract, such as LossContract(Reduction.MEAN, Items(('labels',)))"),
+            "allow_foreign": (_are_names(self.allow_foreign, "."), foreign),
+            "eval_loss": (isinstance(self.eval_loss, bool), switch),
+            "drop_duplicates": (isinstance(self.drop_duplicates, bool), switch),
+            "coupled": (_are_names(self.coupled), "a tuple of module names, such as coupled=('text_projection',)"),
+            "balance_windows": (is_balance, "True, False or BalanceOptions(...)"),
+            "prove_every": (type(every) is int and every >= 0, "a number of windows, or 0 for the first one alone"),
+        }
+        for name, choices in CHOICES.items():
+            allowed[name] = getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}"
+        for name, (fits, expected) in allowed.items():
+            if not fits:
+                raise OptionsError(f"got {name}={getattr(self, name)!r}; expected {expected}")
+        if self.coupled and self.coupled_loss == "micro-batch":
             raise OptionsError(
-                f"got contract={self.contract!r}; expected a LossContract, such as "
-                "LossContract(Reduction.MEAN, Items(('labels',)))"
-            )
-        names = self.allow_foreign
-        if not isinstance(names, tuple) or not all(isinstance(name, str) and "." in name for name in names):
-            raise OptionsError(
-                f'got allow_foreign={names!r}; expected a tuple of "module.qualname" strings, such as '
-                'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
-            )
-        for switch in ("eval_loss", "drop_duplicates"):
-            if not isinstance(getattr(self, switch), bool):
-                raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
-        if isinstance(self.prove_every, bool) or not isinstance(self.prove_every, int) or self.prove_every < 0:
-            raise OptionsError(
-                f"got prove_every={self.prove_every!r}; expected a number of windows, or 0 for the first one alone"
-            )
-        modules = self.coupled
-        if not isinstance(modules, tuple) or not all(isinstance(name, str) for name in modules):
-            raise OptionsError(
-                f"got coupled={modules!r}; expected a tuple of module names, such as coupled=('text_projection',)"
-            )
-        if modules and self.coupled_loss == "micro-batch":
-            raise OptionsError(
-                f"got coupled={modules!r} with coupled_loss='micro-batch', which reads no module; expected 'rank' or "
-                "'exact'; set coupled_loss, or omit coupled"
+                f"got coupled={self.coupled!r} with coupled_loss='micro-batch', which reads no module; expected 'rank' "
+                "or 'exact'; set coupled_loss, or omit coupled"
             )
         weights = self.contract is not None or self.drop_duplicates
         if self.coupled_loss != "micro-batch" and weights:
@@ -173,33 +140,11 @@ class Options:
                 f"got coupled_loss={self.coupled_loss!r} with a contract or drop_duplicates, which weight "
                 "samples; expected only one of them"
             )
-        for option in fields(self):
-            value, choices = getattr(self, option.name), option.metadata["choices"]
-            if choices is not None and value not in choices:
-                raise OptionsError(f"got {option.name}={value!r}; expected one of {', '.join(map(repr, choices))}")
-        if self.balance_windows is True:
-            object.__setattr__(self, "balance_windows", BalanceOptions())
-        if self.balance_windows is not False and not isinstance(self.balance_windows, BalanceOptions):
-            raise OptionsError(
-                f"got balance_windows={self.balance_windows!r}; expected True, False or BalanceOptions(...)"
-            )
 
 
-def shows_options(function: _Function, *, of_loops: bool = False) -> _Function:
-    """List each option in the signature of a function that takes ``**options``, for ``help()`` and notebooks."""
-    *own, _ = (signature := inspect.signature(function)).parameters.values()
-    shown = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for each in fields(Options)
-        if each.metadata["of_loops"] or not of_loops
-    ]
-    function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
-    return function
-
-
-def on_the_command_line() -> tuple[Field[Any], ...]:
-    """The options that `hf-accum-fix run` takes: strings, names and switches."""
-    return tuple(option for option in fields(Options) if option.metadata["help"] is not None)
+def _are_names(value: object, part: str = "") -> bool:
+    """Whether a value is a tuple of strings with a part."""
+    return isinstance(value, tuple) and all(isinstance(each, str) and part in each for each in value)
 
 
 def options_from(given: Mapping[str, Any], *, of_loops: bool = False) -> Options:
@@ -208,7 +153,7 @@ def options_from(given: Mapping[str, Any], *, of_loops: bool = False) -> Options
     Raises:
         OptionsError: if an option is invalid, unknown, or not for loops.
     """
-    known = [option.name for option in fields(Options) if option.metadata["of_loops"] or not of_loops]
+    known = [option.name for option in fields(Options) if not (of_loops and option.name in _OF_TRAINERS)]
     for name, value in given.items():
         if name not in known:
             what = "a loop" if of_loops else "apply()"

@@ -47,8 +47,8 @@ def _name(call: ast.Call) -> str:
 
 
 def _is_quiet(node: ast.AST) -> bool:
-    """Whether what is below a node is not printed: a line at DEBUG, the help of an option."""
-    return isinstance(node, ast.Call) and _name(node) in ("debug", "_about")
+    """Whether what is below a node is not printed: a line at DEBUG."""
+    return isinstance(node, ast.Call) and _name(node) == "debug"
 
 
 def _strings(node: ast.AST) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from hf_accum_fix.cli.require import report_on
 from hf_accum_fix.errors import AccumFixError, OptionsError
-from hf_accum_fix.options import SWITCH, Options, on_the_command_line, options_from
+from hf_accum_fix.options import SWITCH, Options, options_from
 
 VARIABLE: Final = "PYTHON_HF_ACCUM_FIX"
 """Carries the options. DeepSpeed's launcher forwards variables with the prefix PYTHON to other machines."""
@@ -19,14 +19,9 @@ BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap").absolute())
 """The folder of our sitecustomize."""
 
 
-def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment that makes every Python process apply the patch when it imports the Trainer.
-
-    ``contract`` and the limits of `BalanceOptions` are not passed on.
-    """
+def environment_for(given: Mapping[str, object], inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment that makes every Python process apply the patch, with options, when it imports the Trainer."""
     passed = {name: value for name, value in inherited.items() if not name.startswith(VARIABLE)}
-    given = {option.name: getattr(options, option.name) for option in on_the_command_line()}
-    given["balance_windows"] = bool(options.balance_windows)
     return {**passed, "PYTHONPATH": python_path(inherited), VARIABLE: json.dumps(given)}
 
 

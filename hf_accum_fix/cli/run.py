@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_accum_fix.cli import complain
-from hf_accum_fix.cli.inherit import environment_for
+from hf_accum_fix.cli.inherit import environment_for, inherited_options
 from hf_accum_fix.cli.require import run_required
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.options import SWITCH, enabled, on_the_command_line, options_from
+from hf_accum_fix.options import CHOICES, SWITCH, Options, enabled
 
 DESCRIPTION: Final = """\
 Run a command with the patch applied in it and in every Python process it
@@ -35,21 +35,31 @@ If apply() refuses the release or another package's patch, the process ends with
 that error.
 """
 
+OPTIONS: Final = {
+    "allow_foreign": "wrap this replacement of a Trainer method by another package instead of refusing it; repeatable",
+    "eval_loss": "report eval_loss as the mean over items",
+    "drop_duplicates": "drop samples that accelerate repeats",
+    "router_loss": "of a mixture of experts",
+    "coupled_loss": "over which samples a coupled loss is computed",
+    "coupled": "a module that returns one vector per sample, for --coupled-loss; repeatable",
+    "balance_windows": "length-balance the micro-batches of a window",
+    "accumulate_in": "of gradients of 16-bit parameters",
+}
+"""The options of apply() that are words, names and switches, and their help."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     parser.usage = "%(prog)s [-h] [--require] [options of apply()] CMD ..."
     about = "fail if no process of the command applied the patch (exit code 3)"
     parser.add_argument("--require", action="store_true", help=about)
-    for option in on_the_command_line():
-        flag, default = f"--{option.name.replace('_', '-')}", option.default
-        settings: dict[str, Any] = {"help": option.metadata["help"], "default": default}
-        if option.metadata["choices"] is not None:
-            parser.add_argument(flag, choices=option.metadata["choices"], **settings)
-        elif default is False:
-            parser.add_argument(flag, action="store_true", **settings)
-        else:
-            parser.add_argument(flag, action="append", metavar="NAME", **{**settings, "default": []})
+    for name, about in OPTIONS.items():
+        settings: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME"}
+        if name in CHOICES:
+            settings = {"choices": CHOICES[name], "default": getattr(Options, name)}
+        elif getattr(Options, name) is False:
+            settings = {"action": "store_true"}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=about, **settings)
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
 
 
@@ -61,22 +71,20 @@ def execute(arguments: argparse.Namespace) -> int:
         run.
 
     Raises:
-        OptionsError: if there is no command, or --require with the patch switched off.
+        OptionsError: if an option is invalid, there is no command, or --require with the patch switched off.
     """
-    given: dict[str, Any] = {option.name: getattr(arguments, option.name) for option in on_the_command_line()}
-    options = options_from({name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
+    environment = environment_for({name: getattr(arguments, name) for name in OPTIONS}, os.environ)
+    inherited_options(environment)
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not command or not command[0]:
         found = "an empty command" if command else "no command"
         raise OptionsError(f"got {found}; expected one, such as: hf-accum-fix run torchrun train.py")
-    if enabled():
-        environment = environment_for(options, os.environ)
-    elif arguments.require:
-        raise OptionsError(
-            f"got --require and {SWITCH}={os.environ[SWITCH]}, which switches the patch off; expected one of them; "
-            "omit --require"
-        )
-    else:
+    if not enabled():
+        if arguments.require:
+            raise OptionsError(
+                f"got --require and {SWITCH}={os.environ[SWITCH]}, which switches the patch off; expected one of them; "
+                "omit --require"
+            )
         complain(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs without the patch")
         environment = dict(os.environ)
     try:

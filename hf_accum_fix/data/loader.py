@@ -19,7 +19,6 @@ from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.engines.sample_shards import skip_shards
 from hf_accum_fix.options import BalanceOptions
 from hf_accum_fix.trace.preserve import overridden
-from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
 DEALER: Final = "_hf_accum_fix_dealer"
@@ -27,7 +26,7 @@ _WRAPPED: Final = (WholeWindows, WithoutDuplicates, BalancedStream)
 
 
 def in_windows(
-    host: Training, trainer: TrainerLike, loader: Any, opened: Callable[..., Any] | None, *, loses_the_rest: bool
+    host: Training, trainer: Any, loader: Any, opened: Callable[..., Any] | None, *, loses_the_rest: bool
 ) -> Any:
     """The train dataloader as the loop of a Trainer gets it.
 
@@ -69,7 +68,7 @@ def skip_first_batches(training: Training, original: Callable[..., Any], dataloa
     return original(dataloader, num_batches)
 
 
-def _balanced(host: Training, trainer: TrainerLike, loader: Any) -> Any:
+def _balanced(host: Training, trainer: Any, loader: Any) -> Any:
     """The loader with length-balanced windows, if requested."""
     args, balance = trainer.args, host.options.balance_windows
     kept = vars(trainer)
@@ -90,7 +89,7 @@ def _balanced(host: Training, trainer: TrainerLike, loader: Any) -> Any:
     return loader
 
 
-def not_dispatching(host: Training, trainer: TrainerLike) -> AbstractContextManager[None]:
+def not_dispatching(host: Training, trainer: Any) -> AbstractContextManager[None]:
     """Turn off dispatching for a stream while its loader is made, where the user left it to the Trainer.
 
     A dispatched one cannot be balanced; on several ranks the user has to decide whether every rank may read the stream.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -15,10 +15,9 @@ from hf_accum_fix.engines.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.engine_defects import engine_defects_of
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 
-def is_deepspeed(accelerator: AcceleratorLike | None) -> TypeGuard[AcceleratorLike]:
+def is_deepspeed(accelerator: Any) -> bool:
     """Whether the engine is DeepSpeed, which steps inside the backward."""
     return accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
 
@@ -29,7 +28,7 @@ def bare_name(name: str) -> str:
     return ".".join(each for each in name.split(".") if each not in added).removeprefix("module.").removeprefix(".")
 
 
-def is_being_made(accelerator: AcceleratorLike | None) -> bool:
+def is_being_made(accelerator: Any) -> bool:
     """Whether DeepSpeed's engine is still to be there, whose making may step the optimizer on zeros.
 
     Source: ``initialize_optimizer_states`` of ``FP16_UnfusedOptimizer`` and of the ZeRO optimizers (DeepSpeed).
@@ -37,7 +36,7 @@ def is_being_made(accelerator: AcceleratorLike | None) -> bool:
     return is_deepspeed(accelerator) and getattr(accelerator, "deepspeed_engine_wrapped", None) is None
 
 
-def engine_divisor(accelerator: AcceleratorLike | None, *, scale_wrt_gas: bool | None = None, **_: Any) -> int:
+def engine_divisor(accelerator: Any, *, scale_wrt_gas: bool | None = None, **_: Any) -> int:
     """The number that the engine divides a loss by; the keyword arguments are those of its ``backward``."""
     if not is_deepspeed(accelerator):
         return 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
@@ -46,7 +45,7 @@ def engine_divisor(accelerator: AcceleratorLike | None, *, scale_wrt_gas: bool |
     )
 
 
-def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
     """Around a forward and backward: ranks reduce gradients only in the last micro-batch of a window."""
     if accelerator is None:
         return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
@@ -57,7 +56,7 @@ def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: boo
     return nullcontext() if last or is_deepspeed(accelerator) else accelerator.no_sync(model)
 
 
-def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
+def set_last_micro_batch(accelerator: Any, last: bool) -> None:
     """Set DeepSpeed's accumulation boundary; without it DeepSpeed counts windows of one length.
 
     accelerate sets it from 1.8 on; before, the short window at the end of an epoch is not stepped.
@@ -66,7 +65,7 @@ def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
 
 
-def before_the_step(accelerator: AcceleratorLike | None, optimizer: Any, act: Callable[[], None]) -> ExitStack:
+def before_the_step(accelerator: Any, optimizer: Any, act: Callable[[], None]) -> ExitStack:
     """Call ``act`` whenever the optimizer is about to step; DeepSpeed's engine steps it inside the backward.
 
     Returns:
@@ -88,19 +87,19 @@ def before_the_step(accelerator: AcceleratorLike | None, optimizer: Any, act: Ca
     return stack
 
 
-def is_sharded(accelerator: AcceleratorLike) -> bool:
+def is_sharded(accelerator: Any) -> bool:
     """Whether the ranks meet in every forward, to gather the parameters."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
-def waits_every_micro_batch(accelerator: AcceleratorLike) -> bool:
+def waits_every_micro_batch(accelerator: Any) -> bool:
     """Whether the ranks wait for one another in every micro-batch (FSDP, ZeRO-2 and -3), not once a window (DDP)."""
     if is_deepspeed(accelerator):
         return bool(accelerator.state.deepspeed_plugin.zero_stage >= 2)
     return is_sharded(accelerator)
 
 
-def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iterator[Leaf]:
+def narrow_leaves(accelerator: Any, model: nn.Module) -> Iterator[Leaf]:
     """The gradients that the engine would add micro-batch by micro-batch in 16 bits, and where they arrive.
 
     FSDP adds the gradients of whole parameters in the dtype that it computes in, FSDP2 in the dtype that it reduces in;
@@ -134,7 +133,7 @@ def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
         yield Leaf(each.sharded_param, Arrival.REDUCED)
 
 
-def reduced_in(accelerator: AcceleratorLike | None, model: nn.Module) -> list[str]:
+def reduced_in(accelerator: Any, model: nn.Module) -> list[str]:
     """The dtypes, and communication hooks, by which gradients are averaged over ranks; call it after a forward."""
     if is_deepspeed(accelerator):
         return [_name(accelerator.deepspeed_engine_wrapped.engine.communication_data_type)]
@@ -168,7 +167,7 @@ def parameters_of_fsdp2(module: Any) -> Iterator[Any]:
             yield from group.fsdp_params if group is not None else ()
 
 
-def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -> str | None:
+def check_engine_adds(accelerator: Any, accumulate_in: str) -> str | None:
     """Check how the engine adds the gradients of a window, and in which dtype; all but DeepSpeed leave it to us.
 
     Returns:

@@ -22,7 +22,6 @@ from hf_accum_fix.errors import RankError, UnevenRanksError
 from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.learning.look import LossRun
 from hf_accum_fix.options import Options
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -60,7 +59,7 @@ class Training(Protocol):
     context_parallel: bool  # its step would cut samples
 
     @property
-    def accelerator(self) -> AcceleratorLike | None:
+    def accelerator(self) -> Any:
         """The ``accelerate.Accelerator``; None: there is none."""
 
     @property

@@ -28,7 +28,6 @@ from hf_accum_fix.engines.engine import is_deepspeed
 from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 #: Labels that were shifted before the samples were cut.
 SHIFTED: Final = "shift_labels"
@@ -70,12 +69,12 @@ def check_shards(name: str, sizes: Mapping[str, int], options: Options, *, func:
         )
 
 
-def is_cut(accelerator: AcceleratorLike | None) -> bool:
+def is_cut(accelerator: Any) -> bool:
     """Whether several ranks hold a part of each sample."""
     return any(axis_size(accelerator, axis) > 1 for axis in ("cp", "sp"))
 
 
-def axis_size(accelerator: AcceleratorLike | None, axis: str) -> int:
+def axis_size(accelerator: Any, axis: str) -> int:
     """Ranks along an axis of accelerate's parallelism_config, "cp", "sp" or "tp"; 1: it has none."""
     return getattr(getattr(accelerator, "parallelism_config", None), f"{axis}_size", 1) or 1
 
@@ -175,7 +174,7 @@ def skip_shards(skip: Callable[..., Any], loader: Any, batches: int) -> Any:
     return rest
 
 
-def measured_divisor(accelerator: AcceleratorLike | None, data_ranks: int) -> float:
+def measured_divisor(accelerator: Any, data_ranks: int) -> float:
     """What the engine divides the sum over ``data_ranks`` of their gradients by: a collective.
 
     ``data_ranks``: all ranks that hold a micro-batch, or a shard of one.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from hf_accum_fix.counting.items import count_dtype
 from hf_accum_fix.engines.engine import bare_name, is_deepspeed, parameters_of_fsdp2
 from hf_accum_fix.trace.preserve import KeepsStorages, PythonState
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -86,7 +85,7 @@ class Watched:
         self.size = size if self.size is None else self.size + size
 
 
-def choose(accelerator: AcceleratorLike | None, model: nn.Module) -> list[Watched]:
+def choose(accelerator: Any, model: nn.Module) -> list[Watched]:
     """At most `PARAMETERS` trainable parameters spread over the depth, the same ones on every rank."""
     if flat := list(_flat_parameters(model)):
         return flat[:: -(-len(flat) // PARAMETERS)]

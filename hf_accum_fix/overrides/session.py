@@ -32,7 +32,6 @@ from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients, router_loss
 from hf_accum_fix.trace.preserve import PythonState, overridden
 from hf_accum_fix.upstream.defects import is_present
-from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
 from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host, loss_of_outputs
 from hf_accum_fix.window.settle import settle
@@ -56,7 +55,7 @@ TRAINING: Final[list[Session]] = []
 class Session(Host):
     """One training of a Trainer: its ranks and engine, its loss, and its state between windows."""
 
-    accelerator: AcceleratorLike
+    accelerator: Any
     window: Window | None = None  # the open one; None: there is none
     #: the base's ``compute_loss`` in a micro-batch, or an observed forward: (model, inputs, the number that a custom
     #: one passed on) -> (loss, outputs); None: upstream's.
@@ -67,7 +66,7 @@ class Session(Host):
     refused: AccumFixError | None = None
     finite: Tensor | float = 0.0  # 0 while the loss of every window was finite, else nan
 
-    def __init__(self, trainer: TrainerLike, options: Options) -> None:
+    def __init__(self, trainer: Any, options: Options) -> None:
         self.coupled, options = planned(options)
         args, ranks, shards = trainer.args, facts_of.data_ranks(trainer), is_sharded(trainer.accelerator)
         cut = cutting.is_cut(trainer.accelerator)
@@ -280,7 +279,7 @@ class Session(Host):
         return LossContract(Reduction.MEAN, Items((cutting.SHIFTED,)), doubt=doubt, reason=doubt)
 
 
-def session_of(trainer: TrainerLike, options: Options, *, new: bool = False) -> Session:
+def session_of(trainer: Any, options: Options, *, new: bool = False) -> Session:
     """The session of a trainer, made at its first use, or ``new``; not one copied from another trainer."""
     session: Session | None = vars(trainer).get(SESSION)
     if new or session is None or session.trainer is not trainer:

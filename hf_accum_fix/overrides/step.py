@@ -24,13 +24,12 @@ from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Ses
 from hf_accum_fix.reading.values import Captured
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.presence import require_in_loop
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.weighing.part import differ
 from hf_accum_fix.weighing.weigh import Weighed
 from hf_accum_fix.window.window import Window
 
 
-def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+def get_batch_samples(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Upstream's window, and its number of this rank, which `counted` needs."""
     session = session_of(trainer, options)
     if session not in TRAINING:
@@ -89,7 +88,7 @@ def _number_of(session: Session, number: Any, *, is_own: bool = False) -> Any:
     return total.long() if multiplies or not custom else total / part.world_size
 
 
-def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+def training_step(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Run the original step with the scaled loss for accelerate, and return the loss to log.
 
     Summed over the window and averaged over ranks, both are the global batch's.
@@ -135,7 +134,7 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
     return result if loss is None else loss
 
 
-def compute_loss(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+def compute_loss(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """The base's loss: inside a micro-batch, or an observed forward, its own; outside (evaluation) the original."""
     session = session_of(trainer, options)
     if session.base_loss is not None:

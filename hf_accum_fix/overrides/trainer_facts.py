@@ -12,7 +12,6 @@ from transformers import Trainer
 
 from hf_accum_fix.engines.model import has_parameter
 from hf_accum_fix.engines.sample_shards import axis_size
-from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: The modules of the base Trainer, with and without the patch.
 _OURS = ("hf_accum_fix.trainer", Trainer.__module__)
@@ -23,12 +22,12 @@ _UNREADABLE = "?"
 _RANKS = {"num_processes", "world_size", "get_world_size", "n_gpu"}
 
 
-def data_ranks(trainer: TrainerLike) -> int:
+def data_ranks(trainer: Any) -> int:
     """W, data-parallel ranks, which engines average over."""
     return int(trainer.args.world_size) // parallel_size(trainer, "tp")
 
 
-def parallel_size(trainer: TrainerLike, axis: str) -> int:
+def parallel_size(trainer: Any, axis: str) -> int:
     """Size of a parallel dimension, "tp", "cp" or "sp"."""
     own = getattr(trainer, f"get_{axis}_size", None)
     return axis_size(trainer.accelerator, axis) if own is None else int(own())
@@ -44,7 +43,7 @@ def hands_number(compute_loss: Callable[..., Any]) -> bool:
     return release_counts_windows() and has_parameter(compute_loss, "num_items_in_batch")
 
 
-def scales_itself(trainer: TrainerLike) -> bool:
+def scales_itself(trainer: Any) -> bool:
     """Whether a trainer declares that its loss is already divided by the accumulation steps.
 
     Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is not callable.
@@ -54,19 +53,19 @@ def scales_itself(trainer: TrainerLike) -> bool:
     return (func is not None and not callable(func)) if declared is None else bool(declared)
 
 
-def is_custom(trainer: TrainerLike, method: str) -> bool:
+def is_custom(trainer: Any, method: str) -> bool:
     """Whether a method is not the base's; that of a running micro-batch does not count."""
     held = getattr(vars(trainer).get(method), "__module__", _STEP)
     defined = next((cls.__module__ for cls in type(trainer).__mro__ if method in vars(cls)), Trainer.__module__)
     return held != _STEP or defined not in _OURS
 
 
-def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
+def compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
     """A trainer's custom ``compute_loss``; None: it is the base's."""
     return trainer.compute_loss if is_custom(trainer, "compute_loss") else None
 
 
-def replaces_step(trainer: TrainerLike) -> bool:
+def replaces_step(trainer: Any) -> bool:
     """Whether a custom ``training_step`` never calls the base's, as its code shows; False if that cannot be read.
 
     It is not run to find out, since a step may change what it is run on.
@@ -77,7 +76,7 @@ def replaces_step(trainer: TrainerLike) -> bool:
     return any(not {"training_step", _UNREADABLE} & _named_in(type(trainer), each) for each in custom)
 
 
-def own_numbers(trainer: TrainerLike, steps: set[int], ranks: int) -> tuple[frozenset[int], frozenset[int]]:
+def own_numbers(trainer: Any, steps: set[int], ranks: int) -> tuple[frozenset[int], frozenset[int]]:
     """The numbers above 1 among G (``steps``) and W that the code of the trainer's own loss or step names: of G, of W.
 
     A trainer that declares its scale has none.
@@ -121,7 +120,7 @@ def _named_in(cls: type, *functions: Any) -> set[str]:
     return found
 
 
-def counts_itself(trainer: TrainerLike) -> bool:
+def counts_itself(trainer: Any) -> bool:
     """Whether a trainer overrides how the items of a window are counted."""
     method = getattr(type(trainer), "_get_num_items_in_batch", None)
     return method is not None and method.__module__ != Trainer.__module__

@@ -24,14 +24,13 @@ from hf_accum_fix.overrides.trainer_facts import parallel_size, release_counts_w
 from hf_accum_fix.trace.preserve import overridden
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_trainer
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import CUTS
 
 #: Name in the log of the number of exact windows, once one was not.
 EXACT_WINDOWS: Final = "hf_accum_fix/exact_windows"
 
 
-def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+def train(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Refuse unsupported setups, train in a new session, and at the end give the warnings kept on the device."""
     if not enabled() or any(each.trainer is trainer for each in TRAINING):
         return wrapped(*args, **kwargs)
@@ -106,7 +105,7 @@ def hand_back(options: Options) -> None:
             session.state.note_inexact()
 
 
-def check_setup(trainer: TrainerLike) -> dict[str, str]:
+def check_setup(trainer: Any) -> dict[str, str]:
     """Refuse a setup that does not average losses as assumed here.
 
     Returns:

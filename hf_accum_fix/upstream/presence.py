@@ -10,7 +10,6 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from hf_accum_fix.errors import OptionsError, SeamError
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import (
     ACCELERATOR,
     ARGUMENTS,
@@ -58,7 +57,7 @@ def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
     return {row.off: f"{_explained(row)}; {row.off} is off, until a newer hf-accum-fix" for row in absent}
 
 
-def require_trainer(trainer: TrainerLike) -> dict[str, str]:
+def require_trainer(trainer: Any) -> dict[str, str]:
     """The same for a Trainer before it trains, its arguments, state and accelerator."""
     off = require(TRAINER, trainer, "class", "object")
     off |= require(ARGUMENTS, trainer.args, "class", "object") | require(STATE, trainer.state, "class", "object")
@@ -85,7 +84,7 @@ def require_accelerator(accelerator: Any) -> dict[str, str]:
     return off
 
 
-def require_in_loop(trainer: TrainerLike) -> dict[str, str]:
+def require_in_loop(trainer: Any) -> dict[str, str]:
     """The same for attributes that a Trainer has only in its loop."""
     return require(TRAINER, trainer, "loop")
 

@@ -16,7 +16,6 @@ from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.defects import is_present
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.copies import plugins_copied
 from hf_accum_fix.verification.dry_run import DryRun, dry_run
 from hf_accum_fix.verification.explanation import NEAR, explain, rounding
@@ -31,7 +30,7 @@ _LOST: Final = "epoch-tail-not-trained"
 
 
 def compare(
-    trainer: TrainerLike, split: SceneSplit, reference: Reference, window: int, mode: str, options: Options, step: int
+    trainer: Any, split: SceneSplit, reference: Reference, window: int, mode: str, options: Options, step: int
 ) -> SplitResult:
     """Run a split in one mode, and judge its gradient; the result is the same on every rank."""
     blank = SplitResult(mode, split.per_device, split.steps, split.count, window, could_not_tell("not run"))

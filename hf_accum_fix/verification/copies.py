@@ -20,7 +20,6 @@ from hf_accum_fix.engines.engine import before_the_step, is_deepspeed, is_sharde
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.projection import named
 
 PROOF: Final = "; hf-accum-fix verify --save proof.json in one process, then --against here"
@@ -33,7 +32,7 @@ _ONE_STEP = {
 }
 
 
-def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
+def copy_for_split(trainer: Any, per_device: int, steps: int, step: int = 0) -> Any:
     """Copy the trainer for another split. The copy shares the model, and what else the trainer holds.
 
     The release's own method creates the new accelerator, because it decides whether accelerate divides by G too.
@@ -69,7 +68,7 @@ def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int 
     return copied
 
 
-def own_backward_left_out(trainer: TrainerLike) -> str:
+def own_backward_left_out(trainer: Any) -> str:
     """Why splits do not run the ``accelerator.backward`` that this trainer has replaced, if it has; empty: they do.
 
     Accelerators share the steps that they divide by; engines and loss scales are each one's own.
@@ -88,7 +87,7 @@ def nothing(*_: Any, **__: Any) -> None:
 # --- models that an engine shards in place ----------------------------------------------------------------------------
 
 
-def refuse_shards(trainer: TrainerLike) -> None:
+def refuse_shards(trainer: Any) -> None:
     """Refuse what cannot be copied: ranks that share samples, a model that is in shards before it trains."""
     cut = parallel_size(trainer, "sp") > 1 or parallel_size(trainer, "cp") > 1
     parts = any(hasattr(each, "ds_id") or hasattr(each, "placements") for each in trainer.model.parameters())
@@ -101,7 +100,7 @@ def refuse_shards(trainer: TrainerLike) -> None:
         )
 
 
-def whole_model(trainer: TrainerLike) -> nn.Module:
+def whole_model(trainer: Any) -> nn.Module:
     """A copy of the model on this rank's device, with the first rank's weights, as engines take them."""
     found, device = copied_model(trainer.model), trainer.args.device
     found = found.to_empty(device=device) if any(each.is_meta for each in found.parameters()) else found.to(device)
@@ -123,7 +122,7 @@ def copied_model(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def plugins_copied(trainer: TrainerLike, size: int = 0, steps: int = 0) -> Iterator[None]:
+def plugins_copied(trainer: Any, size: int = 0, steps: int = 0) -> Iterator[None]:
     """Put copies of accelerate's plugins into its state, which engines fill in; DeepSpeed's with another split."""
     state = AcceleratorState._shared_state
     before = {name: each for name, each in state.items() if "plugin" in name and is_sharded(trainer.accelerator)}
@@ -153,7 +152,7 @@ class AtTheStep(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: TrainerLike, act: Callable[[], None], begin: Callable[[Any], None] = lambda state: None
+        self, trainer: Any, act: Callable[[], None], begin: Callable[[Any], None] = lambda state: None
     ) -> None:
         self._trainer, self._act, self._begin, self._groups, self.steps = trainer, act, begin, list[Any](), 0
 
@@ -175,7 +174,7 @@ class AtTheStep(TrainerCallback):
                 each.grad = None
 
 
-def gradients_of(trainer: TrainerLike) -> Iterator[tuple[str, Tensor | None]]:
+def gradients_of(trainer: Any) -> Iterator[tuple[str, Tensor | None]]:
     """The gradients that the optimizer is about to use; a collective for each parameter that is gathered."""
     model = trainer.model_wrapped
     taken: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # noqa: E731
@@ -202,7 +201,7 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules())
 
 
-def engine_of(trainer: TrainerLike) -> str:
+def engine_of(trainer: Any) -> str:
     """What stands around the model, in words."""
     state, kind = trainer.accelerator.state, trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:

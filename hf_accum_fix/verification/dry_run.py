@@ -16,7 +16,6 @@ from hf_accum_fix.data.loader import DEALER
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.router_loss import Convention
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.copies import AtTheStep, copied_model, copy_for_split, gradients_of, nothing
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.projection import projections_of
@@ -35,7 +34,7 @@ class DryRun(NamedTuple):
     convention: Convention  # of the load-balancing loss in training
 
 
-def dry_run(trainer: TrainerLike, split: SceneSplit, step: int = 0) -> DryRun:
+def dry_run(trainer: Any, split: SceneSplit, step: int = 0) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
     For a later step, run the window twice, so that code that counts its own calls is past its first window. The model
@@ -93,7 +92,7 @@ def dry_run(trainer: TrainerLike, split: SceneSplit, step: int = 0) -> DryRun:
     return DryRun(kept, float(sum(last)), len(last), convention)
 
 
-def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:
+def _loader(trainer: Any, micro_batches: Sequence[Any], samples: int) -> Any:
     """A loader as accelerate prepares it, of a data set whose length is the number of samples."""
     return DataLoaderShard(
         [*micro_batches, *[None] * (samples - len(micro_batches))],

@@ -13,7 +13,6 @@ from hf_accum_fix.engines.difference import factors_near, factors_of
 from hf_accum_fix.learning.contract import Reduction
 from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.upstream.defects import DEFECTS, Factor
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, dots, fit, relative
 from hf_accum_fix.verification.reference import WIDEST, Reference, SceneSplit
 
@@ -173,7 +172,7 @@ def _facts(split: SceneSplit, logged: float, precision: float) -> _Facts:
     return _Facts(factors, frozenset(name for name, holds in traits.items() if holds), precision)
 
 
-def _traits_of(trainer: TrainerLike, reduction: Reduction, labels: Sequence[object]) -> dict[str, bool]:
+def _traits_of(trainer: Any, reduction: Reduction, labels: Sequence[object]) -> dict[str, bool]:
     """The words of `_CONDITIONS`, and whether they hold for a trainer, its model, and the labels of its samples."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     head, bases = type(model), [base.__name__ for base in type(model).__mro__]

@@ -21,7 +21,6 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hf_accum_fix.engines.difference import factor_in_words
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.trainer_facts import data_ranks, parallel_size
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.copies import AtTheStep, StepReached, engine_of, gradients_of
 from hf_accum_fix.verification.projection import BUCKETS, ROWS, fingerprint, hash_of, projections_of
 from hf_accum_fix.verification.reference import MIXED, Reference, Scene
@@ -175,7 +174,7 @@ def hold_against(trainer: Any, proof: Proof) -> Against:
     raise UnsupportedSetupError("got a training without an optimizer step; expected one; check data and max_steps")
 
 
-def _of_layout(trainer: TrainerLike, rows: Sequence[Any], drawn: Drawn) -> Proof:
+def _of_layout(trainer: Any, rows: Sequence[Any], drawn: Drawn) -> Proof:
     """All but the gradient."""
     if any("collator is random" in note for note in drawn.notes):
         raise UnsupportedSetupError(

@@ -19,7 +19,6 @@ from hf_accum_fix.learning.contract import How, LossContract, Reduction
 from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.router.router_loss import weighted_router_loss
 from hf_accum_fix.trace.preserve import random_states, seed_generators
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
 from hf_accum_fix.verification.projection import named, projections_of
 from hf_accum_fix.verification.sample import Collate, micro_batches
@@ -81,7 +80,7 @@ class Scene:
     ``rows`` are this rank's samples, ``every`` those of all ranks.
     """
 
-    trainer: TrainerLike
+    trainer: Any
     parameters: Sequence[nn.Parameter]
     contract: LossContract
     collate: Collate

@@ -18,7 +18,6 @@ from hf_accum_fix.confirmation import unconfirmed
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trace.preserve import KeepsStorages, PythonState, eagerly, overridden, random_states
 from hf_accum_fix.trainer import GlobalBatchMixin
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.report import PATCHED, STOCK
 
 #: Loggers that report every training run; silenced during a dry run.
@@ -39,7 +38,7 @@ class WholeState(PythonState):
 
 
 @contextmanager
-def unseen(trainer: TrainerLike) -> Iterator[None]:
+def unseen(trainer: Any) -> Iterator[None]:
     """Run trainings that leave no trace: not logged, in no `report()`; gradients are cleared first.
 
     Restored are, also after an error, all state reachable from the trainer, and the random states.
@@ -78,14 +77,14 @@ def without_dropout(model: nn.Module) -> bool:
     return found
 
 
-def active_mode(trainer: TrainerLike) -> str:
+def active_mode(trainer: Any) -> str:
     """The mode in which this process trains."""
     handle = active_handle()
     patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
     return PATCHED if patched and enabled() else STOCK
 
 
-def options_of(trainer: TrainerLike) -> Options:
+def options_of(trainer: Any) -> Options:
     """The options of the trainer's class, or of the active patch; else the defaults."""
     handle = active_handle()
     if isinstance(trainer, GlobalBatchMixin):
@@ -94,7 +93,7 @@ def options_of(trainer: TrainerLike) -> Options:
 
 
 @contextmanager
-def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]:
+def in_mode(mode: str, trainer: Any, options: Options) -> Iterator[None]:
     """Train stock, with patch and subclass switched off, or patched."""
     if mode == PATCHED:
         already = active_mode(trainer) == PATCHED

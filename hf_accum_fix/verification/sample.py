@@ -20,7 +20,6 @@ from hf_accum_fix.counting.items import has_rows
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.trace.preserve import overridden, seed_generators
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.projection import hash_of
 
 Collate = Callable[[list[Any]], Any]
@@ -72,7 +71,7 @@ def splits_of(
     return [pair for pair in pairs if isinstance(pair, tuple)]
 
 
-def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> Drawn:
+def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
     """Draw this rank's samples of the first windows by the trainer's own loader, which is reset afterwards.
 
     Raises:
@@ -112,7 +111,7 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     return Drawn(tuple(map(tuple, groups)), _concatenated if is_random else collate, tuple(notes))
 
 
-def _rows_and_collator(trainer: TrainerLike, number: int, notes: list[str]) -> tuple[list[Any], Collate]:
+def _rows_and_collator(trainer: Any, number: int, notes: list[str]) -> tuple[list[Any], Collate]:
     """The first rows of the trainer's loader, and what collates them; ``notes`` get what is special."""
     if hasattr(trainer.train_dataset, "__len__") and len(trainer.train_dataset) == 0:
         raise UnsupportedSetupError("got an empty train data set; expected at least one sample")

@@ -20,7 +20,6 @@ from hf_accum_fix.overrides.session import session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.upstream.environment import upstream_class
-from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import compare, gathered
 from hf_accum_fix.verification.copies import (
@@ -117,7 +116,7 @@ def verify(
 
 
 def _verified(
-    trainer: TrainerLike,
+    trainer: Any,
     blank: VerificationReport,
     splits: Sequence[tuple[int, int] | int] | None,
     windows: int,
@@ -190,7 +189,7 @@ def _verified(
     )
 
 
-def _scene(trainer: TrainerLike, rows: Sequence[Any], drawn: Drawn, options: Options, step: int) -> Scene:
+def _scene(trainer: Any, rows: Sequence[Any], drawn: Drawn, options: Options, step: int) -> Scene:
     """The trainer without accumulation, its contract observed on the window with the user's split."""
     alone = copy_for_split(trainer, len(rows), 1, step)
     if compute_loss_of(alone) is not None:

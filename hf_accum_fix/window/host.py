@@ -28,7 +28,6 @@ from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
 from hf_accum_fix.reading.values import Captured, capture
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 from hf_accum_fix.window.state import ALWAYS, LossSource, TrainingState
 
 logger = logging.getLogger("hf_accum_fix")
@@ -45,7 +44,7 @@ class Host(ABC):
     name: str  # of the trainer
     #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
     trained: nn.Module | None
-    accelerator: AcceleratorLike | None  # the ``accelerate.Accelerator``; None: there is none
+    accelerator: Any  # the ``accelerate.Accelerator``; None: there is none
     coupled: CoupledLoss | None = None  # its loss over the whole window; None: it is each micro-batch's
     context_parallel = False  # its step would cut samples
 

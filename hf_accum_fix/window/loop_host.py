@@ -20,7 +20,6 @@ from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import has_z_loss
-from hf_accum_fix.upstream.protocols import AcceleratorLike
 from hf_accum_fix.weighing.part import Part
 from hf_accum_fix.window.host import Host, loss_of_outputs
 from hf_accum_fix.window.window import Window, open_unless_aside
@@ -38,7 +37,7 @@ class LoopHost(Host):
     loss_of: LossOf | None = None  # what computes the loss; None: the model
     head = "the loss"
 
-    def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
+    def __init__(self, accelerator: Any, steps: int | None, options: Options) -> None:
         launched = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
         shards = size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)

@@ -131,16 +131,17 @@ def test_pythonpath_of_the_user_is_kept_behind_ours_and_absolute(
     monkeypatch.chdir(tmp_path)
     paths = {"/one:/two": ":/one:/two", "": "", "/one:": f":/one:{tmp_path}"}
     for before, behind in {**paths, "src:../two": f":{tmp_path}/src:{tmp_path.parent}/two"}.items():
-        handed = environment_for(Options(), {"PYTHONPATH": before.replace(":", os.pathsep), "HOME": "/"})
+        handed = environment_for({}, {"PYTHONPATH": before.replace(":", os.pathsep), "HOME": "/"})
         assert handed["PYTHONPATH"] == BOOTSTRAP + behind.replace(":", os.pathsep)
         assert handed["HOME"] == "/"
-    assert environment_for(Options(), {})["PYTHONPATH"] == BOOTSTRAP and Path(BOOTSTRAP).is_absolute()
+    assert environment_for({}, {})["PYTHONPATH"] == BOOTSTRAP and Path(BOOTSTRAP).is_absolute()
 
 
 def test_the_options_travel() -> None:
     switches = {"eval_loss": True, "drop_duplicates": True, "balance_windows": True}
-    options = Options(allow_foreign=("a.b", "c.d"), router_loss="exact", accumulate_in="float32", **switches)
-    assert inherited_options(environment_for(options, {})) == options
+    words = {"router_loss": "exact", "accumulate_in": "float32"}
+    given = environment_for({"allow_foreign": ["a.b", "c.d"], **words, **switches}, {})
+    assert inherited_options(given) == Options(allow_foreign=("a.b", "c.d"), **words, **switches)
     assert inherited_options({}) == Options()
     assert VARIABLE.startswith("PYTHON")
 
@@ -162,7 +163,7 @@ def test_it_is_on_with_the_options_that_travelled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(f"{VARIABLE}_ANNOUNCED", raising=False)
-    monkeypatch.setenv(VARIABLE, environment_for(Options(allow_foreign=(FOREIGN,)), {})[VARIABLE])
+    monkeypatch.setenv(VARIABLE, environment_for({"allow_foreign": [FOREIGN]}, {})[VARIABLE])
     monkeypatch.setattr(Trainer, "compute_loss", theirs)
     apply_inherited()
     assert capsys.readouterr().err.count(f"hf-accum-fix: {hf_accum_fix.__version__} is on and fits transformers ") == 1

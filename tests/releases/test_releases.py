@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ELSEWHERE
+
 ROOT = Path(__file__).parents[2]
 RELEASES = (pytest.param("4.48.3", marks=pytest.mark.thorough), "4.49.0")
 
@@ -26,9 +28,10 @@ def run_in(release: str, *command: str) -> str:
     return done.stdout
 
 
-def run_tests_in(release: str, *words: str) -> str:
-    """Tests of every mark but one; by one process, as other releases may be tested beside it."""
-    pytest_ = ("python", "-m", "pytest", "-q", "-n", "0", "-m", "not thorough", "-p", "no:cacheprovider")
+def run_tests_in(release: str, *words: str, but: tuple[str, ...] = ("thorough",)) -> str:
+    """Tests that need no other environment, of every mark but these; by one process, as others may run beside it."""
+    marks = " and ".join(f"not {mark}" for mark in (*but, *ELSEWHERE))
+    pytest_ = ("python", "-m", "pytest", "-q", "-n", "0", "-m", marks, "-p", "no:cacheprovider")
     return run_in(release, *pytest_, *words)
 
 
@@ -55,7 +58,7 @@ def test_data_and_hand_written_loops(release: str) -> None:
 @pytest.mark.parametrize("release", ("4.41.0", pytest.param("5.4.0", marks=pytest.mark.thorough)))
 def test_trainers_of_other_libraries(release: str) -> None:
     """What is special about each, half a minute of processor time."""
-    run_tests_in(release, "-m", "not thorough and not slow", "tests/clients/test_shapes.py")
+    run_tests_in(release, "tests/clients/test_shapes.py", but=("thorough", "slow"))
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -122,5 +125,5 @@ FAMILIES = {
 def test_exact_is_the_full_batch(release: str) -> None:
     test = "tests/router/test_conventions.py::test_exact_is_the_full_batch_for_every_cut"
     cases = [f"{test}[{family}-4]" for family in FAMILIES[release]]
-    out = run_tests_in(release, "-m", "", *cases)
+    out = run_tests_in(release, *cases, but=())
     assert f"{len(cases)} passed" in out

@@ -56,7 +56,7 @@ Trainer(BertForSequenceClassification(config), args, train_dataset=rows).train()
     ],
 )
 def test_the_core_and_the_loops(stack: str, tests: list[str]) -> None:
-    run_tests_in(stack, "-m", "not thorough and not slow", *tests, *([] if stack == NEWEST else OF_THE_NEWEST))
+    run_tests_in(stack, *tests, *([] if stack == NEWEST else OF_THE_NEWEST), but=("thorough", "slow"))
 
 
 @pytest.mark.thorough
