@@ -18,7 +18,7 @@ end of an epoch. How the model reduces its loss is observed in the first window,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -129,12 +129,11 @@ class AccumulationWindow:
         contract = part.contract
         inputs = batch if host.coupled is None else host.coupled.inputs(batch)
         with host.around_forward(max(self._begun - 1, 0)):
-            if contract.is_read:
+            if contract.terms:
                 with host.capturing(contract, model) as captured:
                     loss, _ = host.forward(model, inputs, part.number if contract.hands_number else None)
                 weigh = partial(window.weigh, loss, batch, captured, batch)
-                found = host.contained("weighting the loss of a micro-batch", weigh, None)
-                weighed = window.average(loss) if found is None else found
+                weighed = host.contained("weighting the loss of a micro-batch", weigh, None) or window.average(loss)
             else:
                 loss, _ = window.run_by_rule(inputs, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
@@ -162,21 +161,18 @@ class AccumulationWindow:
         loss = self._window.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world.size
 
-    @contextmanager
-    def _engine_noted(self) -> Iterator[None]:
+    def _engine_noted(self) -> AbstractContextManager[None]:
         """Around a micro-batch: note while ``accelerator.backward`` runs."""
         accelerator: Any = self._host.accelerator
         if accelerator is None:
-            yield
-            return
+            return nullcontext()
         original = accelerator.backward
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             with overridden(self, "_in_engine", True):
                 return original(*args, **kwargs)
 
-        with overridden(accelerator, "backward", backward):
-            yield
+        return overridden(accelerator, "backward", backward)
 
     def _refuse_bare_backward(self, _: Tensor) -> None:
         """A hook on a returned loss: its backward is the accelerator's, where that divides it."""

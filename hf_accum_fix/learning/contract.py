@@ -175,11 +175,6 @@ class LossContract:
         terms = (each if each.form not in counted else each.with_rules_of(counted[each.form]) for each in self.terms)
         return replace(self, terms=tuple(terms))
 
-    @property
-    def is_read(self) -> bool:
-        """Whether its terms are read from the graph in every micro-batch; else it is weighted by its rule."""
-        return bool(self.terms)
-
     @cached_property
     def groups(self) -> int:
         """Number of different weights of its terms."""

@@ -57,7 +57,7 @@ class LoopHost(Host):
     @property
     def corrects_alone(self) -> bool:
         # A loop has no log at which to read; several ranks would need one more collective.
-        return self.contract is not None and self.contract.is_read
+        return self.contract is not None and bool(self.contract.terms)
 
     def summed(self, numbers: Tensor) -> Tensor:
         if self.world.size > 1:

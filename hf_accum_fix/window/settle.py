@@ -52,7 +52,7 @@ def _observe(host: Host, batches: Sequence[Any], number: Any, error: Exception |
         found = found.with_one_rule()
         loss.attempts += found.reason != NO_TARGET_SEEN
         # One rank's looks may have shown that.
-        host.source.requires_number |= found.is_read and found.hands_number
+        host.source.requires_number |= bool(found.terms) and found.hands_number
         loss.use_contract(found)
     elif mixed > 1:
         # Windows in a row, and nothing that is looked at shows it: CenterNet's sum where nothing is to be found.

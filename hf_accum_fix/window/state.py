@@ -47,7 +47,7 @@ class LossState:
             self.windows_to_correct = ALWAYS
         else:
             # No window has confirmed its rules yet.
-            self.windows_to_correct = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
+            self.windows_to_correct = ATTEMPTS if contract.terms and contract.groups == 1 else 0
 
     def takes_correction(self) -> bool:
         """Whether one more window is corrected."""

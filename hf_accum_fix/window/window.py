@@ -97,7 +97,7 @@ class Window:
         if not host.delivery.gradient.idle:
             host.contained("ending the sum of a window's gradients", host.delivery.gradient.finish, None)
         # What is not read, such as compiled code, shows no more in another window.
-        may_change = host.state.opened == 1 and loss.contract is not None and loss.contract.is_read
+        may_change = host.state.opened == 1 and loss.contract is not None and loss.contract.terms
         if may_change and host.knows_other_ranks and host.is_split:
             loss.reconsider()
         if not self.batches:
