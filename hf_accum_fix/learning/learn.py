@@ -276,15 +276,15 @@ def _judge(
 
 
 def _with_common_floors(seen: Sequence[Term]) -> Sequence[Term]:
-    """Terms with what they divide by, where Python has read a count below that in some looks alone: by chance."""
+    """Terms with what they divide by, where that is the count below a floor by other floors, or in some looks alone."""
     columns = zip(*([each.floor for each in term.factors] for term in seen), strict=True)
-    chance = [len({*floors}) > 1 and any(each and each.read for each in floors) for floors in columns]
+    others = [len({*floors}) > 1 for floors in columns]
 
-    def divisor(factor: Factor, by_chance: bool) -> Factor:
-        by = factor.floor if by_chance else None
+    def divisor(factor: Factor, differs: bool) -> Factor:
+        by = factor.floor if differs else None
         return factor if by is None else Factor(by.over(factor.value), factor.divides)
 
-    return [replace(t, factors=tuple(map(divisor, t.factors, chance))) for t in seen]
+    return [replace(t, factors=tuple(map(divisor, t.factors, others))) for t in seen]
 
 
 def _guarded(seen: Sequence[Term], compared: Comparison) -> list[list[float]]:

@@ -190,6 +190,10 @@ def bare(s: Seen) -> Tensor:
     return (errors(s) * found(s)).sum() / found(s).sum()
 
 
+def with_samples(s: Seen) -> Tensor:
+    return crossed(s).sum() / ((s.batch["matched_labels"] != -100).sum() + len(s.logits))
+
+
 #: Other ways to keep a count from zero.
 FLOORS: dict[str, Callable[[Tensor], Tensor]] = {
     "small": lambda n: n.clamp(min=1e-6),
@@ -246,5 +250,7 @@ CASES = [
     *(by_six(f"{each.__name__}-alone", EITHER, each, cuts=(SINGLES,)) for each in (corn, two_reads)),
     by_six("either_read", EITHER, either_read, cuts=(HALVES, SINGLES)),
     by_six("one-more", EXACT, kept(lambda n: n + 1)),
+    # As many more as samples are part of the count.
+    by_six("samples-more", EXACT, with_samples, windows=three(matched), cuts=(PAIRS, HALVES)),
     by_six("retina_net", EXACT, retina_net, right=(PAIRS, HALVES, SINGLES)),
 ]
