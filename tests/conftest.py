@@ -40,7 +40,6 @@ SLOW = (
     "loop/test_two_ranks.py",
     "numerics/test_zoo.py::test_no_class_is_looked_up_at_import",
     "router/test_conventions.py",
-    "test_on_ranks.py",
     "verify/test_cost.py",
     "verify/test_eval_loss.py",
     "verify/test_verdicts.py",

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
 from hf_accum_fix.counting.items import Items
-from hf_accum_fix.errors import ContractError, RankError, SeamError, UnsupportedSetupError
-from hf_accum_fix.learning.agreement import agree
+from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import training
-from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from hf_accum_fix.upstream.defects import is_present
-from hf_accum_fix.window.count import count_window
-from hf_accum_fix.window.host import Host
-from hf_accum_fix.window.settle import check_alike
-from tests.cli.processes import python
 from tests.logged import Said
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
 from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import (
-    ClassRecorder,
     Recorder,
     Step,
     StockRecorder,
-    applied,
     cut,
     reference_step,
     take_step,
@@ -158,16 +148,6 @@ def test_a_division_by_accelerate_is_neutralised(tmp_path: Path) -> None:
     assert ours.error(reference) <= 1e-12
 
 
-def test_evaluation_is_untouched(tmp_path: Path) -> None:
-    def evaluated(path: str) -> float:
-        step = take_step(DROPS, DROPS.samples, 2, 4, path, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3)
-        step.trainer.eval_dataset = list(DROPS.samples)
-        with applied(path):
-            return float(step.trainer.evaluate()["eval_loss"])
-
-    assert evaluated("stock") == evaluated("apply") == evaluated("trainer")
-
-
 def test_the_switch_leaves_the_subclass_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = take_step(DROPS, DROPS.samples, 2, 4, "stock", tmp_path)
     monkeypatch.setenv("HF_ACCUM_FIX", "0")
@@ -176,22 +156,6 @@ def test_the_switch_leaves_the_subclass_stock(tmp_path: Path, monkeypatch: pytes
 
 
 # --- observing --------------------------------------------------------------------------------------------------
-
-
-class CountsForwards(DropsKwargs):
-    forwards = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        type(self).forwards += 1
-        return super().forward(*args, **kwargs)
-
-
-def test_nine_forwards_in_each_of_the_first_two_windows(tmp_path: Path) -> None:
-    CountsForwards.forwards = 0
-    data = list(DROPS.samples) * 3
-    trainer_of(DROPS, tmp_path, GlobalBatchTrainer, model=CountsForwards(), samples=data, max_steps=3).train()
-    # Two micro-batches, joined; four of their rows, two of these alone, and the rest; one that has got a number.
-    assert CountsForwards.forwards == 3 * 4 + 2 * 9
 
 
 def test_observing_leaves_no_trace(tmp_path: Path) -> None:
@@ -315,37 +279,6 @@ def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def _rank(reduced: list[float], contract: LossContract | None = None) -> Session:
-    """A trainer of two ranks whose collective gives back what is said here."""
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(device=torch.device("cpu"), world_size=2, process_index=1, gradient_accumulation_steps=4),
-        accelerator=SimpleNamespace(
-            reduce=lambda tensor, reduction: torch.tensor(reduced, dtype=tensor.dtype),
-            distributed_type=DistributedType.MULTI_CPU,
-            gradient_accumulation_steps=1,
-        ),
-    )
-    host = Session(trainer, Options())
-    host.state.loss.contract = contract
-    return host
-
-
-def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the loss is still to be observed, and later."""
-    contract = LossContract(Reduction.MEAN, Items(("labels",)))
-    monkeypatch.setattr(Host, "gather", lambda _, said: [(None, 1), *said])
-    for reduction in (contract, LossContract(Reduction.SUM)):
-        with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
-            count_window(_rank([5.0] * bool(reduction.rules) + [0.0, 1.0, 1.0] + [0.0] * 6, reduction), [])
-        # At the end of the data no rank has one, and there is nothing to say.
-        counts = count_window(_rank([0.0] * (9 + bool(reduction.rules)), reduction), [])
-        assert counts is not None and counts.each == []
-    monkeypatch.setattr(Host, "gather", lambda _, said: [(None, (3, True, "3", False, False, None, False)), *said])
-    with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
-        check_alike(_rank([]), [], None)
-    assert not agree([]).conclusive
-
-
 def test_a_step_by_hand_outside_of_training_is_stock_and_said_to_be(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,14 +331,6 @@ def test_a_contract_given_by_hand_is_checked(contract: Any, message: str, tmp_pa
         trainer_of(head, tmp_path, cls).train()
 
 
-def test_a_mean_given_by_hand_holds_for_a_head_that_would_divide_by_the_number(tmp_path: Path) -> None:
-    head = HEADS["uses-tensor"]
-    given = Options(contract=LossContract(Reduction.MEAN, Items(("labels",), shift=True)))
-    cls = type("Given", (ClassRecorder,), {"global_batch_options": given})
-    step = take_step(head, head.samples, 2, 4, "trainer", tmp_path, trainer_class=cls)
-    assert step.error(reference_step(head, cut(head.samples, 2))) <= 1e-12
-
-
 def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
     """The second one trains whole inside a callback of the first."""
     alone = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path)
@@ -420,30 +345,3 @@ def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -
     outer = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=Nested)
     assert all(torch.equal(outer.change[name], alone.change[name]) for name in alone.change)
     assert inner[0].error(reference_step(MLM, cut(MLM.samples, 1))) <= 1e-12
-
-
-LAUNCHED = """
-import os
-import sys
-from pathlib import Path
-from accelerate import debug_launcher
-import hf_accum_fix
-from tests.numerics.heads import HEADS
-from tests.numerics.parity import cut, reference_step, take_step
-
-def trained(output):
-    head = HEADS["bert-mlm"]
-    assert hf_accum_fix.active_handle().active
-    step = take_step(head, head.samples, 2, 2, "apply", Path(output), ddp_backend="gloo")
-    assert step.error(reference_step(head, cut(head.samples, 2))) <= 1e-12
-    os._exit(0)  # tearing gloo down may wait for ever
-
-hf_accum_fix.apply()
-debug_launcher(trained, args=(sys.argv[1],), num_processes=2)
-"""
-
-
-@pytest.mark.slow
-def test_the_patch_reaches_a_notebook_launcher(tmp_path: Path) -> None:
-    """A notebook's launcher forks; here from a fresh interpreter, since a fork must not follow a backward pass."""
-    python("-c", LAUNCHED, tmp_path)

@@ -290,29 +290,6 @@ def test_the_share_keeps_the_precision_of_the_loss_and_the_loss_itself() -> None
 
 
 @pytest.mark.parametrize(
-    ("rule", "inputs", "count"),
-    [
-        (Items(("labels",)), {"labels": torch.tensor([[1, -100, 2]])}, 2),
-        (Items(("labels",), shift=True), {"labels": torch.tensor([[1, -100, 2]])}, 1),
-        (Items(("labels",), 255), {"labels": torch.tensor([[[1, 255], [255, 255]]])}, 1),
-        (Items(("labels",), None), {"labels": torch.zeros(2, 3)}, 6),
-        (Items(("mask",), 0), {"mask": torch.tensor([[1, 0], [1, 1]])}, 3),
-        (
-            Items(("labels",), mask="attention_mask"),
-            {"labels": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])},
-            2,
-        ),
-        (Items(("start",), None, width_of="ids"), {"start": torch.tensor([0, 9, 3]), "ids": torch.zeros(3, 4)}, 2),
-        (Items(), {"labels": [{"boxes": 1}, {"boxes": 2}]}, 2),
-        (Items(), {"pixel_values": torch.zeros(4, 3, 2, 2)}, 4),
-    ],
-    ids=str,
-)
-def test_ways_of_counting(rule: Items, inputs: dict[str, object], count: int) -> None:
-    assert float(rule.count(inputs)) == count
-
-
-@pytest.mark.parametrize(
     "rule",
     [
         Items(("labels",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from hf_accum_fix import SeamError, accumulation_windows, observations
 from tests.backends import loops, trajectory
@@ -31,8 +33,11 @@ from tests.backends.trajectory import (
     references,
     train,
 )
+from tests.numerics.heads import HEADS as NUMERIC_HEADS
+from tests.numerics.heads import Batch
 from tests.numerics.parity import Step, cut, reference_step, trainable
 from tests.ranks import on_ranks, row_of_each
+from tests.router.conventions import COEFFICIENT, TOP_K, InFloat64, balance, domains, with_coefficient
 
 FOLDER = Path(tempfile.gettempdir()) / "backends"
 #: A head that divides by the number, which the installed release gets right, and one that drops it.
@@ -71,9 +76,11 @@ def parameter(name: str, what: str) -> Any:
     return pytest.param(f"{name} {what}", marks=backend.mark if shown else pytest.mark.thorough)
 
 
-def row(case: str) -> list[dict[str, Any]]:
+def row(case: str) -> Any:
     """Every training of a case: its errors, or what it raised."""
     name, head_name, *how = case.split()
+    if head_name == "routed":
+        return attempted(routed, name)
     backend, head, runs = BACKENDS[name], HEADS.get(head_name), []
     if how == ["loop"]:
         head, layer = LOOP_HEADS[head_name]
@@ -172,6 +179,68 @@ def unequal() -> float:
 @pytest.mark.deepspeed
 def test_ranks_that_meet_once_a_window_may_have_unequal_numbers() -> None:
     assert on_ranks(unequal)[0] <= 1e-6
+
+
+# --- a router's loss of the global batch, whose pass that counts is run sharded, too ---------------------------------
+
+#: Of what the router's loss adds to three steps, where sums are made in float64 from end to end.
+FLOAT64 = 1e-12
+MIXTRAL = with_coefficient(replace(NUMERIC_HEADS["mixtral"], samples=domains(), router=COEFFICIENT), COEFFICIENT)
+#: Those without a mark: before a release.
+ROUTED = {
+    "fsdp1-launched": [pytest.mark.thorough], "fsdp2-launched": [], "fsdp2-launched-offloaded": [pytest.mark.thorough],
+    "deepspeed-zero-1": [pytest.mark.thorough], "deepspeed-zero-2": [], "deepspeed-zero-3": [],
+}  # fmt: skip
+
+
+def of_twin(backend: Backend) -> Trajectory:
+    """Plain SGD along the formula's twin, in the precision of a backend."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        outputs = model(**batch)
+        router = balance(outputs["router_logits"], TOP_K, batch["attention_mask"])
+        return outputs["loss"] - COEFFICIENT * outputs["aux_loss"] + COEFFICIENT * router
+
+    with in_precision_of(backend):
+        return reference(replace(MIXTRAL, loss=loss), UNCLIPPED, backend)
+
+
+def in_precision_of(backend: Backend) -> AbstractContextManager[Any]:
+    return InFloat64() if backend.dtype is torch.float64 else nullcontext()
+
+
+def routed(name: str) -> dict[str, Any]:
+    """Of three steps the error of what the router's loss adds, what the backend's precision makes of it, and the log's.
+
+    Exact by both splits and by a loop, and the mean over micro-batches.
+    """
+    backend, wanted = BACKENDS[name], of_twin(BACKENDS["ddp"])
+    with InFloat64():
+        without = reference(replace(with_coefficient(MIXTRAL, 0.0), router=0.0), UNCLIPPED, BACKENDS["ddp"])
+    added = without.error(wanted)
+    found: dict[str, Any] = {"floor": of_twin(backend).error(wanted) / added}
+    for convention, split in (*(("exact", split) for split in SPLITS), ("mean", SPLITS[0]), ("loop", SPLITS[0])):
+        with in_precision_of(backend):
+            if convention == "loop":
+                steps = loops.train(MIXTRAL, backend, split, UNCLIPPED, router_loss="exact")
+            else:
+                steps = train(MIXTRAL, backend, split, "apply", UNCLIPPED, FOLDER, router_loss=convention)
+        found[f"{convention} {split}"] = steps.error(wanted) / added, furthest(steps.losses, wanted.losses)
+    return found
+
+
+@pytest.mark.timeout(1560)
+@pytest.mark.parametrize(
+    "case", [pytest.param(f"{name} routed", marks=[BACKENDS[name].mark, *marks]) for name, marks in ROUTED.items()]
+)
+def test_a_routers_loss_is_that_of_the_global_batch(case: str, rows: Any) -> None:
+    found = rows[case]
+    assert "raised" not in found, found
+    # A float32 backend is held to what float32 makes of the same formula.
+    tolerance = max(FLOAT64, 2 * found.pop("floor"))
+    mean, _ = found.pop(f"mean {SPLITS[0]}")
+    assert mean > 0.1 and len(found) == 3
+    assert all(error <= tolerance and loss <= 1e-6 for error, loss in found.values()), found
 
 
 BF16_0 = deepspeed(0, "-bf16", reports_norm=False, **IN_BF16)

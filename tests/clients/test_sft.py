@@ -181,23 +181,6 @@ def test_every_cut_takes_the_full_batch_step(name: str, split: tuple[int, int], 
         assert step.loss == subclass.loss and step.norm == subclass.norm
 
 
-def test_a_window_without_a_target_settles_nothing(tmp_path: Path) -> None:
-    """Its loss is the router's alone, which does not move with the number; the next window tells."""
-    head = WAYS["mixture of experts"].head
-    blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in head.samples]
-    head = replace(head, samples=[*blank, *head.samples])
-    as_given = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    way = Way(head, indices(head.samples), as_given, own_collator=True)
-
-    def norms(path: str) -> list[float]:
-        log = sft_step(way, path, 2, 4, tmp_path, max_steps=2, learning_rate=0.0).trainer.state.log_history
-        return [entry["grad_norm"] for entry in log if "grad_norm" in entry]
-
-    wanted = [reference_step(head, cut(half, 2)).norm for half in (head.samples[:8], head.samples[8:])]
-    assert wanted[0] != pytest.approx(wanted[1])
-    assert norms("apply") == pytest.approx(wanted, rel=FLOAT32_LOSS)
-
-
 def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path: Path) -> None:
     """The fused head, without a cache and with the collator's own inputs: no attention mask, lengths that are ints."""
     way, calls = WAYS["padding-free"], []

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from hf_accum_fix import SeamError, observations
-from hf_accum_fix.trainer import GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
+from hf_accum_fix.trainer import GlobalBatchSeq2SeqTrainer
 from tests.cli.processes import ROOT
 from tests.clients.words import tokenizer
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before, shifted_cross_entropy
@@ -174,20 +174,6 @@ def padding_as_targets(samples: Sequence[Sample]) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
-class Reranker(nn.Module):
-    """FlagEmbedding's: a query's passages are rows beside one another, told apart by a batch size of its own."""
-
-    def __init__(self, queries: int) -> None:
-        super().__init__()
-        self.model, self.queries = CLASSES.build(), queries
-        self.config = self.model.config
-
-    def forward(self, pair: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        scores = self.model(**pair).logits[:, 0]
-        grouped = scores.view(self.queries, -1)
-        return {"loss": F.cross_entropy(grouped, torch.zeros(self.queries, dtype=torch.long)), "scores": scores}
-
-
 def passages() -> list[Sample]:
     g = torch.Generator().manual_seed(0)
     return [{"ids": torch.randint(1, 40, (3, 5 + place % 3), generator=g)} for place in range(8)]
@@ -197,10 +183,6 @@ def of_queries(samples: Sequence[Sample]) -> Batch:
     width = max(sample["ids"].shape[1] for sample in samples)
     ids = torch.cat([F.pad(sample["ids"], (0, width - sample["ids"].shape[1])) for sample in samples])
     return {"pair": {"input_ids": ids, "attention_mask": (ids != 0).long()}}  # type: ignore[dict-item]
-
-
-def rerank(model: Any, batch: Batch) -> Tensor:
-    return F.cross_entropy(model.model(**batch["pair"]).logits[:, 0].view(-1, 3), torch.zeros(8, dtype=torch.long))
 
 
 class Embedder(nn.Module):
@@ -345,8 +327,8 @@ def of_the_newest() -> dict[str, Case]:
         "a loss that ignores the count": Case("asft", HEADS["llama"], OwnLoss, loss=shifted, arguments=SEQ2SEQ),
         "fetched from the Trainer": Case("fetches", MLM, FetchesFromTrainer, arguments=SEQ2SEQ, cuts=(EVERYDAY,)),
         **{
-            f"{name}, {kind.__name__}": Case(name, HEADS["drops-kwargs"], kind, arguments=given, cuts=(EVERYDAY,))
-            for name, given in DATA.items() for kind in (Trainer, GlobalBatchTrainer)
+            name: Case(name, HEADS["drops-kwargs"], Trainer, arguments=given, cuts=(EVERYDAY,))
+            for name, given in DATA.items()
         },
         **{case.name: case for case in collators},
     }  # fmt: skip
@@ -367,10 +349,9 @@ CELLS = [
 def test_every_cut_takes_the_full_batch_step(name: str, split: tuple[int, int]) -> None:
     """Stock is off where it is today; ours logs the full batch's loss, and says nothing."""
     case = GIVEN[name]
-    wanted, ours = full_batch(case), run(case, split, "stock" if case.trainer is GlobalBatchTrainer else "apply")
-    if case.trainer is not GlobalBatchTrainer:
-        # A gradient of stock's that is not finite is off, too.
-        assert OTHER_STOCK or (not run(case, split, "stock").error(wanted) < 1e-2) is not case.right
+    wanted, ours = full_batch(case), run(case, split, "apply")
+    # A gradient of stock's that is not finite is off, too.
+    assert OTHER_STOCK or (not run(case, split, "stock").error(wanted) < 1e-2) is not case.right
     assert ours.error(wanted) <= case.floor
     # Before 5.0 the log is rounded to four digits.
     rounded = 6e-5 if before("5.0.0") else 0.0
@@ -387,33 +368,6 @@ def test_a_window_fetched_past_a_subclass_is_refused_before_a_step_is_taken() ->
         run(replace(GIVEN["fetched from the Trainer"], trainer=passed_by), EVERYDAY, "stock")
 
 
-class SkippingStep(Ordered):
-    """GLiClass's: no division at all, columns taken out on the way, and every error caught."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        model.train()
-        try:
-            inputs.pop("words", None)
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs)
-            self.accelerator.backward(loss)
-            return loss.detach() / self.args.gradient_accumulation_steps
-        except Exception:
-            model.zero_grad(set_to_none=True)
-            return torch.tensor(0.0, requires_grad=True)
-
-
-@pytest.mark.parametrize("split", [(8, 1), EVERYDAY], ids=str)
-def test_a_step_of_its_own_is_stocks_to_the_bit_and_said(split: tuple[int, int]) -> None:
-    # With a column that the model does not take.
-    head = replace(DROPS, collate=lambda samples: {**DROPS.batch(samples), "words": ["a"] * len(samples)})
-    case = Case("gliclass-drops", head, SkippingStep)
-    stock, ours = run(case, split, "stock"), run(case, split, "apply")
-    assert ours.same_bits(stock)
-    assert not ours.exact and len(ours.warned) == (split[1] > 1)
-
-
 @pytest.mark.parametrize("split", [(8, 1), EVERYDAY], ids=str)
 def test_padding_among_the_targets_is_said_once(split: tuple[int, int]) -> None:
     warnings = int(split[1] > 1)
@@ -423,16 +377,6 @@ def test_padding_among_the_targets_is_said_once(split: tuple[int, int]) -> None:
     assert (ours.error(full_batch(case)) > 0.1) is bool(warnings)
     assert not ours.exact and len(ours.warned) == warnings
     assert all("padding is among its targets" in each for each in ours.warned)
-
-
-@pytest.mark.parametrize("split", [EVERYDAY, pytest.param((1, 8), marks=pytest.mark.slow)], ids=str)
-def test_rows_in_groups_are_trained_right(split: tuple[int, int]) -> None:
-    """It is not called exact: the model takes one number of queries alone, so that nothing can be taken apart."""
-    head = replace(CLASSES, build=lambda: Reranker(split[0]), samples=passages(), collate=of_queries)
-    case = Case("reranker", head, Ordered, loss=rerank)
-    ours = run(case, split, "apply")
-    assert ours.error(full_batch(case)) <= case.floor
-    assert not ours.exact and len(ours.warned) == 1
 
 
 # --- generation -------------------------------------------------------------------------------------------------

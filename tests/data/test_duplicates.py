@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.weighing.part import Part
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
-from tests.numerics.parity import Step, StockRecorder, cut, reference_step, take_step
+from tests.numerics.parity import Step, cut, reference_step, take_step
 
 
 class Numbers(IterableDataset[int]):
@@ -123,21 +122,3 @@ def test_the_step_is_that_of_the_others(name: str, tmp_path: Path) -> None:
     assert step.error(wanted) <= head.tolerance
     assert step.loss == pytest.approx(wanted.loss, rel=1e-6)
     assert take_step(head, head.samples, 1, 8, "apply", tmp_path).error(wanted) > 1e-3
-
-
-class Own(StockRecorder):
-    """Computes its loss by itself, and divides by the count, as TRL's SFTTrainer does."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        summed = F.cross_entropy(outputs["logits"].flatten(0, 1).double(), labels.flatten(), reduction="sum")
-        loss = summed / (num_items_in_batch if num_items_in_batch is not None else (labels != -100).sum())
-        return (loss, outputs) if return_outputs else loss
-
-
-@pytest.mark.skipif(before("4.46"), reason="a release that hands nobody the count")
-def test_a_trainer_that_owns_its_loss(tmp_path: Path) -> None:
-    head = HEADS["bert-mlm"]
-    step = take_step(with_a_weightless_one(head), head.samples, 1, 8, "apply", tmp_path, trainer_class=Own)
-    assert step.error(others(head)) <= head.tolerance

@@ -33,7 +33,6 @@ from tests.losses.rows import (
     in_func,
     in_model,
     in_own,
-    in_super,
     of_points,
     several,
     texts,
@@ -46,18 +45,14 @@ from tests.losses.seen import (
     Seen,
     TakingPoints,
     Texts,
-    around,
     both,
     class_weighted,
-    classes,
-    even,
     full,
     holding,
-    own,
     tokens,
 )
 from tests.losses.verdicts import HALVES, PAIRS, SINGLES, UNEVEN, Verdict
-from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, bert, shifted_cross_entropy
+from tests.numerics.heads import Batch, Sample, TokenModel, bert, shifted_cross_entropy
 from tests.numerics.heads.experts import MAMBA
 from tests.numerics.heads.head import TINY, collate
 from tests.numerics.heads.samples import LENGTHS, generator, without_targets
@@ -78,7 +73,6 @@ READ = [
     in_own("1-quarter-tensor", EXACT, lambda s: s.tokens * torch.tensor(0.25), cuts=(PAIRS, UNEVEN)),
     in_own("1-mean-of-two", INEXACT, lambda s: s.stack.mean(), cuts=(HALVES,)),
     in_model("3-by-probability", EXACT, by_probability, cuts=THREE),
-    in_super("5-both", EXACT, lambda loss, s: loss + s.classes, cuts=THREE),
     in_func("5-both", EXACT, both, cuts=THREE),
 ]
 
@@ -86,8 +80,8 @@ READ = [
 # --- 8, 9, 11: windows and micro-batches without labels, means of sample means, row by row ------------------------
 
 
-def unlabelled_in(at: int) -> Callable[[int], list[Sample]]:
-    return lambda window: without_targets(texts(window)) if window == at else texts(window)
+def unlabelled_at_first(window: int) -> list[Sample]:
+    return texts(window) if window else without_targets(texts(window))
 
 
 def sample_means(s: Seen) -> Tensor:
@@ -102,9 +96,7 @@ def listed(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any
 
 
 BY_SAMPLES = [
-    in_own("8-squares-second", EITHER, lambda s: s.guarded + s.squares, windows=several(3, unlabelled_in(1))),
-    in_func("8-classes-first", EITHER, lambda s: s.guarded + s.classes, windows=several(3, unlabelled_in(0))),
-    in_own("9-sample-means", EXACT, sample_means, cuts=THREE, right=EVEN),
+    in_func("8-classes-first", EITHER, lambda s: s.guarded + s.classes, windows=several(3, unlabelled_at_first)),
     by_super("11-listed", EITHER, computing(listed), sample_means, right=EVEN, cuts=THREE),
 ]
 
@@ -190,11 +182,6 @@ def from_turn(start: int, loss: Loss, later: Loss, end: int = LATE) -> Loss:
     return lambda s: (later if start <= s.model.step < end else loss)(s)
 
 
-def with_kind(window: int) -> list[Sample]:
-    """From window 1 on."""
-    return texts(window) if window else models.texts(window)
-
-
 def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sample]] = texts, **more: Any) -> Case:
     given = {"cuts": (PAIRS,), **more}
     return in_model(f"12-{name}", verdict, loss, head=Turns, windows=several(LATE, make), **given)
@@ -211,10 +198,8 @@ def answers(window: int) -> list[Sample]:
 
 
 LATER = [
-    late("term-from-2", GRADIENT, from_turn(1, tokens, both)),
     # Looked at again in the window after.
     late("term-in-3", EITHER, from_turn(2, tokens, both, 3)),
-    late("kind-from-2", GRADIENT, lambda s: both(s) if "kind" in s.batch else s.tokens, with_kind),
     attack(
         "12-end-beyond-width",
         EITHER,
@@ -222,14 +207,6 @@ LATER = [
         bert("BertForQuestionAnswering"),
         several(2, answers),
         cuts=(HALVES, PAIRS),
-    ),
-    attack(
-        "16-from-none",
-        GRADIENT,
-        lambda model, batch, step: full(lambda s: s.tokens + 10.0 * bool(step) * s.classes)(model, batch, step),
-        Texts,
-        several(4),
-        around(lambda loss, s, t: loss + 10.0 * s.classes if t.state.global_step else loss),
     ),
 ]
 
@@ -297,13 +274,6 @@ class Sam(StockRecorder):
             p.add_(sign * move)
 
 
-class SamByBackward(Sam):
-    """The first step by autograd alone."""
-
-    def gradient(self, model: Any, inputs: Any, number: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [*torch.autograd.grad(self.compute_loss(model, dict(inputs)), parameters)]
-
-
 class FGM(StockRecorder):
     """Adds the gradient at an embedding moved along its gradient (Miyato et al. 2017)."""
 
@@ -327,7 +297,6 @@ def adversarial(model: Any, batch: Batch, step: int) -> Tensor:
 
 TWO_STEPS = [
     attack("15-Sam", INEXACT, moved_along, Texts, several(1), Sam),
-    attack("15-SamByBackward", INEXACT, moved_along, Texts, several(1), SamByBackward),
     attack("15-fgm", EITHER, adversarial, ByNumber, several(1), FGM, whole=False),
 ]
 
@@ -365,39 +334,7 @@ COUNTED = [
 ]
 
 
-# --- 17: nearly even probabilities --------------------------------------------------------------------------------
-
-
-def hidden_mask(s: Seen) -> Tensor:
-    """A float mask that no key of the batch holds."""
-    losses, valid = s.each_token
-    mask = (valid & (s.batch["input_ids"][:, 1:] % 3 != 0)).to(losses)
-    return (losses * mask).sum() / mask.sum()
-
-
-NEARLY_EVEN = [
-    attack(f"17-{name}", verdict, full(loss), even(), several(1), own(loss))
-    for name, verdict, loss in [
-        ("root", INEXACT, lambda s: s.tokens.sqrt()),
-        ("hidden-mask", EXACT, hidden_mask),
-        ("entropy", EXACT, lambda s: s.tokens - 1e-3 * models.entropy(s.logits, models.attended(s.batch))),
-    ]
-]
-
-
 # --- 18: terms that some micro-batches hold -----------------------------------------------------------------------
-
-
-def with_tasks(window: int) -> list[Sample]:
-    """Two by turns."""
-    return [{**sample, "task": torch.tensor(i % 2)} for i, sample in enumerate(texts(window))]
-
-
-def tasks_by_share(s: Seen) -> Tensor:
-    """The mean of each task that is there weighed by its share of the rows."""
-    rows = s.batch["task"] == 0
-    found = [(loss(s.rows(each)), each) for loss, each in ((tokens, rows), (classes, ~rows)) if bool(each.any())]
-    return sum(each.double().mean() * loss for loss, each in found)  # type: ignore[return-value]
 
 
 def macro(s: Seen) -> Tensor:
@@ -407,7 +344,6 @@ def macro(s: Seen) -> Tensor:
 
 
 SOME_HOLD = [
-    in_own("18-by-share", EITHER, tasks_by_share, windows=several(2, with_tasks), cuts=(SINGLES, UNEVEN)),
     # In pairs every class is there once at most: nothing tells it from a mean over samples.
     in_own("18-macro", INEXACT, macro, cuts=(HALVES,)),
 ]
@@ -444,13 +380,6 @@ def of_fours(s: Seen) -> Tensor:
     return -(scores[:, 0] - scores.logsumexp(1)).mean()
 
 
-def orpo(s: Seen) -> Tensor:
-    """The chosen answers stand in the first half."""
-    chosen, rejected = log_p_of_rows(s)[1].chunk(2)
-    odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
-    return s.rows(slice(len(chosen))).tokens - 0.1 * F.logsigmoid(odds).mean()
-
-
 def dpo_plus_answers(s: Seen) -> Tensor:
     """rpo_alpha as TRL adds it: a number to each pair's loss."""
     chosen, rejected = log_p_of_rows(s)[0].chunk(2)
@@ -463,17 +392,6 @@ BELONG = [
     ),
     in_model("easy-fours", EXACT, of_fours, right=EVEN, cuts=THREE, windows=groups(4), collate=interleaved),
     in_own("clients-rpo", EXACT, dpo_plus_answers, windows=groups(2), collate=by_role, cuts=THREE),
-    in_own("clients-orpo", EXACT, orpo, windows=groups(2), collate=by_role, cuts=THREE),
-    attack(
-        "clients-bert-answers",
-        EXACT,
-        model_itself,
-        HEADS["bert-answers"].build,
-        [HEADS["bert-answers"].samples],
-        looped=True,
-        cuts=(HALVES, PAIRS, SINGLES),
-        right=(HALVES,),
-    ),
 ]
 
 
@@ -657,18 +575,6 @@ FATES = [
 # --- as everyday code writes them ---------------------------------------------------------------------------------
 
 
-def multi_hot(window: int = 0) -> list[Sample]:
-    """Four numbers each, four yes-or-no labels, and a weight of each label."""
-    return points(
-        lambda index, g: {
-            "labels": (torch.rand(4, generator=g) > 0.5).double(),
-            "label_weights": 0.5 + torch.rand(4, generator=g).double(),
-            "row_weights": 0.5 + torch.rand(1, generator=g).double(),
-        },
-        window,
-    )
-
-
 class OwnCount(StockRecorder):
     """Replaces the number: what is attended to, instead of the targets."""
 
@@ -703,27 +609,9 @@ def twice(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     return base(model, inputs, return_outputs=True, num_items_in_batch=number)
 
 
-def yes_or_no(key: str) -> Case:
-    """Weights of elements in torch's own loss."""
-
-    def loss(s: Seen) -> Tensor:
-        return F.binary_cross_entropy_with_logits(s.logits, s.batch["labels"], weight=s.batch[key])
-
-    model, given = holding(loss, TakingPoints, out=4), {"looped": True}
-    return attack(f"everyday-{key}", EXACT, model_itself, model, several(2, multi_hot), **given)
-
-
 def more_than_none(s: Seen) -> Tensor:
     losses, valid = s.each_token
     return (losses * valid).sum() / (valid.sum() + 1e-5)
-
-
-def some_hold(s: Seen) -> Tensor:
-    """A term of the texts of one kind, where there are any."""
-    kept = s.batch["kind"] == 1
-    loss = s.tokens
-    loss += F.mse_loss(s.logits[kept, 1, 0], s.batch["kind"][kept].double()) if bool(kept.any()) else 0
-    return loss
 
 
 def put_in_one(s: Seen) -> Tensor:
@@ -731,8 +619,6 @@ def put_in_one(s: Seen) -> Tensor:
 
 
 EVERYDAY = [
-    yes_or_no("label_weights"),
-    yes_or_no("row_weights"),
     # A loss of one element, and several in one tensor.
     in_own("everyday-begun", EXACT, lambda s: (torch.zeros(1, dtype=torch.float64) + s.tokens).mean()),
     in_own("everyday-cat", INEXACT, put_in_one),
@@ -743,7 +629,6 @@ EVERYDAY = [
     attack("everyday-twice", EITHER, full(tokens), Mean, several(1), computing(twice)),
     # An epsilon in a divisor: one in 1e-5 of a single target, beside another count, is another count.
     in_own("everyday-1e-5", EXACT, lambda s: more_than_none(s) + 0.5 * s.classes, tolerance=2e-5, cuts=(PAIRS,)),
-    in_own("everyday-some-hold", EITHER, some_hold, windows=several(2)),
 ]
 
 
@@ -872,6 +757,6 @@ OTHER_LABELS += [attack("12-two-tasks", EITHER, model_itself, Tasks, BY_TURNS, c
 
 CASES: list[Case] = [
     *FOUND, *READ, *BY_SAMPLES, *BY_NUMBER, *LATER, *STATE,
-    *TWO_STEPS, *COUNTED, *NEARLY_EVEN, *SOME_HOLD, *BELONG, *ZERO, *SHAPES, *SCALED, *FATES, *EVERYDAY,
+    *TWO_STEPS, *COUNTED, *SOME_HOLD, *BELONG, *ZERO, *SHAPES, *SCALED, *FATES, *EVERYDAY,
     *CHANGED, *CHUNKED, *OTHER_LABELS, *alone.CASES, *clamps.CASES, *wild.CASES, *custom.CASES,
 ]  # fmt: skip

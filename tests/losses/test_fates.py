@@ -20,7 +20,6 @@ FOUND = {
 NEITHER = {
     "found-free-bits-own": "in the third window a floor no longer binds: what was learnt is kept there, and said",
     "15-Sam": "each loss is weighted right; its own step takes the gradient of the first one back",
-    "15-SamByBackward": "the same by autograd alone",
     "terms-masked-later": "two terms are weighted as predicted: no one number corrects them",
     **dict.fromkeys(
         ("chunks-means", "chunks-model", "public-over-its-first-value", "splits-as-fetched"),

@@ -55,7 +55,7 @@ class LeavesOutOnOne(StockRecorder):
 
 #: Of `CASES`: read alike by both ranks; said, or stock's; declared, clamped and in chunks; trainers of the wild.
 _ALSO = """
-    5-both-super 9-sample-means-own terms-weighted-model terms-hidden-model terms-masked-later
+    alone-teacher alone-mean-of-texts terms-weighted-model terms-hidden-model terms-masked-later
     alone-checkpointed-kind alone-mean-and-kind-detached alone-mean-and-kind-uncertain alone-reentrant-kind
     alone-fused-kind alone-mean-and-kind-reversed alone-mean-and-kind-stop-gradient alone-mean-and-kind-greatest
     public-a-key-that-the-step-adds public-number-plus-one public-number-in-a-kernel public-a-models-number-plus-one

@@ -148,15 +148,6 @@ def hardest(s: Seen) -> Tensor:
     return found[: max(1, len(found) // 3)].mean()
 
 
-def below_quantile(s: Seen) -> Tensor:
-    return s.each_class[s.each_class.detach() <= s.each_class.detach().quantile(0.7)].mean()
-
-
-def trimmed(s: Seen) -> Tensor:
-    """Without the greatest of each eight, at least one sample's."""
-    return s.each_class.sort()[0][: len(s.each_class) - 1].mean()
-
-
 def over_first(trainer: Any, s: Seen, number: Any) -> Tensor:
     """Over its first value, which the trainer keeps."""
     if not hasattr(trainer, "first_loss"):
@@ -193,8 +184,6 @@ NO_SUMS = [
         # Padding is no position of its micro-batch alone.
         ("squares-over-padding", lambda s: s.tokens + s.logits.square().mean(), {"cuts": (PAIRS, SINGLES)}),
         ("hardest-third", hardest, {"cuts": (PAIRS, SINGLES)}),
-        ("below-a-quantile", below_quantile, {"cuts": (HALVES, PAIRS)}),
-        ("trimmed", trimmed, {"cuts": (HALVES, PAIRS)}),
         ("spike-guard", lambda s: s.classes * (0.1 if float(s.classes.detach()) > 3.0 else 1.0), {"cuts": (SINGLES,)}),
         ("padded-later", positions, {"windows": [texts(0, (12,) * 8), texts(1)], "cuts": (HALVES, PAIRS)}),
         ("stacked-dot", lambda s: torch.dot(torch.tensor([0.3, 0.7]).double(), s.stack), {}),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hf_accum_fix
@@ -179,31 +178,18 @@ class LabelsInAList(TokenModel):
         return self.mean(input_ids, nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100))
 
 
-class InputsAndTargets(TokenModel):
-    def forward(self, inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Any:
-        return self.mean(inputs["input_ids"], targets["labels"])
-
-
 def _labels_in_a_list(samples: Sequence[Sample]) -> Batch:
     return {**collate(samples), "labels": [sample["labels"] for sample in samples]}
-
-
-def _inputs_and_targets(samples: Sequence[Sample]) -> Batch:
-    batch = collate(samples)
-    return {"inputs": {"input_ids": batch["input_ids"]}, "targets": {"labels": batch["labels"]}}
 
 
 SHAPES = {
     "three-numbers-in-a-list": _beside(three=lambda samples: [0.1, 0.2, 0.3]),
     "nested-labels-first": _nested_labels_first,
     "labels-in-a-list": _labels_in_a_list,
-    "inputs-and-targets": _inputs_and_targets,
-    "sparse": _beside(each=lambda samples: torch.eye(len(samples)).to_sparse()),
 }
 MODELS = {
     "nested-labels-first": Nested,
     "labels-in-a-list": LabelsInAList,
-    "inputs-and-targets": InputsAndTargets,
 }
 
 
@@ -221,29 +207,19 @@ def test_batches_of_any_shape_train(name: str, cut: Cut) -> None:
 class OneAtATime(DropsKwargs):
     """Written for one sample: two in a batch raise, as images of any size do."""
 
-    error: Exception = ValueError("one sample at a time")
-
     def logits(self, input_ids: Tensor) -> Tensor:
         if len(input_ids) > 1:
-            raise self.error
+            raise ValueError("one sample at a time")
         return super().logits(input_ids)
 
 
-class MemoryForOne(OneAtATime):
-    """Two samples do not fit, with or without gradient."""
-
-    error = RuntimeError("CUDA out of memory.")
-
-
-@pytest.mark.parametrize("model", [OneAtATime, MemoryForOne])
-def test_a_model_for_one_sample_at_a_time_trains(model: type[nn.Module]) -> None:
-    finds = {"auto_find_batch_size": model is MemoryForOne}
-    case = Case("one-at-a-time", of_texts(model), Ordered, arguments=finds)
+def test_a_model_for_one_sample_at_a_time_trains() -> None:
+    case = Case("one-at-a-time", of_texts(OneAtATime), Ordered)
     no_further_off(case, SINGLES, full_batch(Case("", of_texts(DropsKwargs), Ordered)))
     stocks_bits(case, (1, 1), steps=3, samples=text(), learning_rate=0.1)
 
 
-# --- gradients inside of a forward, and what else cannot be run without them ------------------------------------------
+# --- gradients inside of a forward ------------------------------------------------------------------------------------
 
 
 class Forces(nn.Module):
@@ -260,17 +236,6 @@ class Forces(nn.Module):
         return {"loss": (gradient + labels).square().mean()}
 
 
-class EachByVmap(TokenModel):
-    """Its loss function runs inside vmap, where no number can be read."""
-
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
-        def summed(logits: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(logits, targets, reduction="sum")
-
-        logits, targets = self.logits(input_ids)[:, :-1], labels[:, 1:]
-        return {"loss": torch.vmap(summed)(logits, targets).sum() / (targets != -100).sum()}
-
-
 def _molecules() -> list[Sample]:
     g = generator(1)
     return [{key: normal(g, 3) for key in ("positions", "labels")} for _ in range(8)]
@@ -280,14 +245,8 @@ def _stacked(samples: Sequence[Sample]) -> Batch:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-WITH_GRADIENT = [
-    Case("forces", Head("forces", seeded(Forces), _molecules(), collate=_stacked), Ordered),
-    Case("each-by-vmap", of_texts(EachByVmap), Ordered),
-]
-
-
-@pytest.mark.parametrize("case", WITH_GRADIENT, ids=lambda case: case.name)
-def test_what_needs_gradients_trains(case: Case) -> None:
+def test_what_needs_gradients_trains() -> None:
+    case = Case("forces", Head("forces", seeded(Forces), _molecules(), collate=_stacked), Ordered)
     stocks_bits(case, WHOLE, steps=2, learning_rate=0.1)
     # Uncut stock is the full batch.
     wanted = run(case, WHOLE, "stock").change

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -50,9 +49,9 @@ class Faulty(Trainer):
     _calls = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop the second micro-batch, on one rank or all; clip the gradient after each; or scale one in the engine."""
+        """Drop the second micro-batch; clip the gradient after each; or scale one in the engine."""
         self._calls += 1
-        if self._calls == 2 and (self.fault == "drop" or (self.fault == "drop on one rank" and dist.get_rank() == 1)):
+        if self._calls == 2 and self.fault == "drop":
             kept = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
             loss = super().training_step(*args, **kwargs)
             for parameter, gradient in zip(self.model.parameters(), kept, strict=True):

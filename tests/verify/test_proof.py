@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -23,7 +22,6 @@ from hf_accum_fix.verification.projection import BUCKETS, ROWS, hash_of, project
 from hf_accum_fix.verification.proof import Against, Proof, hold_against, judge
 from hf_accum_fix.verification.report import Kind
 from tests.backends.rows import LAUNCHED_DEEPSPEED
-from tests.cli.processes import environment, start
 from tests.ranks import on_ranks
 from tests.torchrun import torchrun
 from tests.verify import proof_script
@@ -264,20 +262,3 @@ def test_a_proof_by_two_ranks_is_one_process_own(tmp_path: Path) -> None:
     made = torchrun("hf_accum_fix", "verify", "--save", proof, "--splits", "2x2", SCRIPT, *words)
     assert made.returncode == 0, made.stderr
     assert hold_against(proof_script.trainer_of(["--size", "4", "--steps", "2"]), Proof.load(proof))
-
-
-@pytest.mark.slow
-def test_a_micro_batch_dropped_on_one_rank(saved: Path) -> None:
-    code, answer, output = _against(saved, "--size", "1", "--steps", "4", "--fault", "drop on one rank")
-    assert code == 1 and answer["error"] > 0.1, output
-
-
-@pytest.mark.slow
-def test_the_command_saves_and_holds_against(tmp_path: Path) -> None:
-    command, proof = [sys.executable, "-m", "hf_accum_fix", "verify"], str(tmp_path / "proof.json")
-    made = start([*command, "--save", proof, "--splits", "8x1", str(SCRIPT)], environment())
-    assert made.returncode == 0 and Path(proof).is_file(), made.stderr
-    held = start([*command, "--against", proof, str(SCRIPT), "--size", "2", "--steps", "4"], environment())
-    assert held.returncode == 0 and held.stdout.startswith("the proof's gradient, to "), held.stderr
-    other = start([*command, "--against", proof, str(SCRIPT), "--seed", "3"], environment())
-    assert other.returncode == 3 and "the initial weights differ" in other.stdout, other.stderr

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hf_accum_fix
 from hf_accum_fix.verification.split_invariance import SplitReport, WholeBatch, split_invariance
-from tests.verify.historical_losses import batch
+from tests.verify.test_split_invariance import batch
 
 pytestmark = pytest.mark.slow
 grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs trl")
