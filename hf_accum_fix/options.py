@@ -22,7 +22,7 @@ _OFF: Final = ("0", "off", "false", "no")
 CHOICES: Final = {
     "router_loss": ("mean", "exact"),
     "coupled_loss": ("micro-batch", "rank", "exact"),
-    "accumulate_in": ("parameter", "float32", "compensated"),
+    "accumulate_in": ("parameter", "float32"),
 }
 
 #: The options that `accumulation_windows` does not take.
@@ -86,7 +86,7 @@ class Options:
         coupled: for coupled_loss, the modules with one vector per sample; (): those listed for its class, or found.
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
         accumulate_in: the dtype that sums gradients of 16-bit parameters: "parameter", their own, as torch does;
-            "float32", 4 more bytes per parameter; "compensated", two 16-bit numbers, 2 more bytes.
+            "float32", 4 more bytes per parameter.
         prove_every: check in every so many windows, from the first on, that the gradient which autograd delivered is
             the one that the optimizer uses, on a few parameters; 0: in the first window alone.
 
