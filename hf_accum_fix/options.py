@@ -22,7 +22,7 @@ _OFF: Final = ("0", "off", "false", "no")
 CHOICES: Final = {
     "router_loss": ("mean", "exact"),
     "coupled_loss": ("micro-batch", "rank", "exact"),
-    "accumulate_in": ("parameter", "float32", "compensated"),
+    "accumulate_in": ("parameter", "float32"),
 }
 
 #: The options that `accumulation_windows` does not take.
@@ -86,14 +86,10 @@ class Options:
         coupled: for coupled_loss, the modules with one vector per sample; (): those listed for its class, or found.
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
         accumulate_in: the dtype that sums gradients of 16-bit parameters: "parameter", their own, as torch does;
-            "float32", 4 more bytes per parameter; "compensated", two 16-bit numbers, 2 more bytes.
-        prove_every: check in every so many windows, from the first on, that the gradient which autograd delivered is
-            the one that the optimizer uses, on a few parameters; 0: in the first window alone.
+            "float32", 4 more bytes per parameter.
 
     Raises:
-        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is not a bool, router_loss
-            or accumulate_in is not an allowed value, balance_windows is neither a bool nor `BalanceOptions`, or
-            prove_every is no integer of at least 0.
+        OptionsError: if a value is none of these, or does not go with another.
     """
 
     contract: LossContract | None = None
@@ -105,7 +101,6 @@ class Options:
     coupled: tuple[str, ...] = ()
     balance_windows: bool | BalanceOptions = False
     accumulate_in: str = "parameter"
-    prove_every: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as one string instead of a tuple."""
@@ -113,7 +108,7 @@ class Options:
             object.__setattr__(self, "balance_windows", BalanceOptions())
         is_contract = self.contract is None or type(self.contract).__name__ == "LossContract"
         is_balance = self.balance_windows is False or isinstance(self.balance_windows, BalanceOptions)
-        every, switch = self.prove_every, "True or False"
+        switch = "True or False"
         foreign = 'a tuple of "module.qualname" strings, such as ("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
         allowed = {
             "contract": (is_contract, "a LossContract, such as LossContract(Reduction.MEAN, Items(('labels',)))"),
@@ -122,7 +117,6 @@ class Options:
             "drop_duplicates": (isinstance(self.drop_duplicates, bool), switch),
             "coupled": (_are_names(self.coupled), "a tuple of module names, such as coupled=('text_projection',)"),
             "balance_windows": (is_balance, "True, False or BalanceOptions(...)"),
-            "prove_every": (type(every) is int and every >= 0, "a number of windows, or 0 for the first one alone"),
         }
         for name, choices in CHOICES.items():
             allowed[name] = getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}"

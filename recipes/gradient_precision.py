@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix import accumulation_windows
 
-MODES = ("parameter", "float32", "compensated")
+MODES = ("parameter", "float32")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = 64
 TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -114,7 +114,7 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure, (panels,) = shared.figure_of(1, len(DTYPES), (8, 4.4), sharex=True)
     for panel, dtype in zip(panels, DTYPES, strict=True):
         for head, line in zip(HEADS, ("-", "--"), strict=True):
-            for mode, colour in zip(MODES, ("tab:red", "tab:blue", "tab:green"), strict=True):
+            for mode, colour in zip(MODES, ("tab:red", "tab:blue"), strict=True):
                 some = [row for row in rows if _key(row) == (head, dtype, mode)]
                 x, y = [row["micro_batches"] for row in some], [100 * row["error"] for row in some]
                 panel.plot(x, y, line, color=colour, marker="o", markersize=3, label=f"{head}, {mode}")
@@ -127,7 +127,7 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
         panel.minorticks_off()
     panels[0].set_ylabel("error of the gradient against float64 [%]")
     lines, labels = panels[0].get_legend_handles_labels()
-    figure.legend(lines, labels, title="head, accumulate_in", loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(lines, labels, title="head, accumulate_in", loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -9,7 +9,7 @@ The parts:
     overhead        apply() and stock, in turns: a micro-batch, a step, the waits of the host (overhead.py)
     speed           length-balanced windows, stock and batch_rebalance, a 1B Llama, bfloat16 autocast (window_speed.py)
     router_loss     "exact" against "mean": a small Mixtral (router_loss_cost.py)
-    accumulate_in   "float32" and "compensated" against "parameter": a bfloat16 Llama
+    accumulate_in   "float32" against "parameter": a bfloat16 Llama
     sweep           the LLaVA sweep, 128 samples a step: stock, hotfix, apply() (llava_sweep.py)
 
 Times are medians over paired runs: in every round each mode runs once, and is divided by the first one's time of that
@@ -166,7 +166,7 @@ def part_accumulate_in(rows: Rows, options: argparse.Namespace) -> None:
 
         return train
 
-    modes = ("parameter", "float32", "compensated")
+    modes = ("parameter", "float32")
     add_times(rows, "Llama", {mode: training(mode) for mode in modes}, options.rounds, overhead.STEPS_OF_ACCUMULATION)
 
 

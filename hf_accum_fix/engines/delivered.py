@@ -178,7 +178,7 @@ class Delivery:
     """
 
     def __init__(self, options: Options) -> None:
-        self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached(options.prove_every)
+        self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached()
         self.steps, self._failed = Steps(self.reached), False
 
     def ask(self, act: Callable[..., None], host: Training, *given: Any, **more: Any) -> None:

@@ -76,27 +76,6 @@ class _InFloat32:
         return self._sum.to(self._dtype)
 
 
-class _Compensated:
-    """A sum in the parameter's dtype and its rounding error, twice 2 bytes an element.
-
-    Source: W. Kahan, Further remarks on reducing truncation errors, CACM 8 (1965) 40.
-    """
-
-    def __init__(self, first: Tensor) -> None:
-        # It may be a view of a DDP bucket.
-        self._sum, self._rest = first.clone(), torch.zeros_like(first)
-
-    def add(self, gradient: Tensor) -> None:
-        more = self._rest.add_(gradient)
-        summed = self._sum + more
-        # The part of ``more`` lost to rounding.
-        more.add_(self._sum.sub_(summed))
-        self._sum = summed
-
-    def rounded(self) -> Tensor:
-        return self._sum
-
-
 class _InBoth:
     """Sums in 16 bits and in 32 of up to 1,024 elements, to estimate the error of a sum in 16 bits."""
 
@@ -116,9 +95,6 @@ class _InBoth:
         return flat[:: max(flat.numel() // _LOOKED_AT, 1) | 1]
 
 
-_SUMS: Final = {"parameter": _InBoth, "float32": _InFloat32, "compensated": _Compensated}
-
-
 class WindowGradient:
     """The gradient of one accumulation window on this rank, added micro-batch by micro-batch.
 
@@ -126,7 +102,7 @@ class WindowGradient:
 
     Args:
         accumulate_in: "parameter" leaves the gradients to autograd, and estimates the rounding error once; "float32"
-            or "compensated".
+            adds them up.
 
     Attributes:
         lost: estimated relative error from adding the first window in 16 bits; None: unknown.
@@ -141,7 +117,7 @@ class WindowGradient:
         self.lost: float | None = None
         self.matters = False
         self.idle = False  # the estimate is done, and autograd adds
-        self._sum_type: Any = _SUMS[accumulate_in]
+        self._sum_type: Any = _InFloat32 if accumulate_in == "float32" else _InBoth
         #: Those whose ``.grad`` is moved to a sum.
         self._leaves: dict[Tensor, Leaf] = {}
         self._sums: dict[Tensor, Any] = {}
@@ -285,8 +261,7 @@ def rounding_words(lost: float, micro_batches: int) -> str:
     """The warning for a window whose gradients were added in 16 bits."""
     return (
         f"the gradients of {micro_batches} micro-batches are added in 16 bits; the gradient is off by about {lost:.1%} "
-        "(first window; more with more micro-batches); use accumulate_in='float32' (4 bytes more per parameter) or "
-        "'compensated' (2)"
+        "(first window; more with more micro-batches); use accumulate_in='float32' (4 bytes more per parameter)"
     )
 
 

@@ -72,19 +72,16 @@ class Delivered:
 class Reached:
     """The check of a training, window by window.
 
-    Args:
-        every: check every so many windows from the first on; 0: the first alone.
-
     Attributes:
         verdict: the last one, or the first that is wrong, for report(); None: there was none.
         idle: no later window is checked.
         unasked: why who steps the parameters is not known, in words; empty: it is.
     """
 
-    def __init__(self, every: int = 0) -> None:
+    def __init__(self) -> None:
         self.verdict: Delivered | None = None
         self.idle, self.unasked = False, ""
-        self._every, self._window, self._decided = every, 0, False
+        self._window = 0
         self._watched: list[Watched] = []
         self._found: Delivered | None = None
         self._joins = self._complete = self._open = False
@@ -123,18 +120,17 @@ class Reached:
     def _begin(self, ranks: Training, model: nn.Module) -> None:
         self._window, self._watched, self._found, self._micro_batches = self._window + 1, [], None, 0
         self._complete, self._open, self._model, self._unchosen = False, True, model, ""
-        due = not self._decided or (self._every > 0 and (self._window - 1) % self._every == 0)
         try:
-            if due and (why := unsuitable(ranks)):
+            if why := unsuitable(ranks):
                 self._found = Delivered(f"not checked: {why}")
-            elif due:
+            else:
                 self._watched = choose(ranks.accelerator, model)
                 # FSDP2 makes its whole parameters in the first forward.
                 self._unchosen = "" if self._watched else f"no trainable parameter has at most {ELEMENTS} elements"
                 self._left = any(each.leaf.grad is not None and bool(each.leaf.grad.any()) for each in self._watched)
         except Exception as error:
             self._unchosen = f"{type(error).__name__}: {error}"
-        self._joins = due and self._found is None
+        self._joins = self._found is None
 
     def _compare(self, ranks: Training) -> None:
         if self._found is None:
@@ -154,8 +150,7 @@ class Reached:
         self._joins, self._complete, self._open, self._model = False, False, False, None
         if verdict is not None:
             self.verdict = self.verdict if self.verdict is not None and self.verdict.wrong else verdict
-            self._decided = self._decided or verdict.final or self._window >= ATTEMPTS
-            self.idle = self._decided and not self._every
+            self.idle = verdict.final or self._window >= ATTEMPTS
         return verdict
 
     def _judge(self, ranks: Training, times: float) -> Delivered:

@@ -109,7 +109,7 @@ LIMIT: Final = Limit(
     summary="adding a micro-batch to a 16-bit .grad rounds the sum; the finer the split, the larger the error",
     who="trainable bfloat16 or float16 parameters (the default dtype of checkpoints since transformers 5.0); bf16 "
     "mixed precision under FSDP, which sums in the dtype in which it computes or reduces",
-    remedy="accumulate_in='float32' (4 bytes more per parameter) or 'compensated' (2); under DeepSpeed "
+    remedy="accumulate_in='float32' (4 bytes more per parameter); under DeepSpeed "
     '"data_types": {"grad_accum_dtype": "fp32"}',
     source=(
         "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html",

@@ -94,7 +94,7 @@ def explain(
 def rounding(split: SceneSplit) -> str:
     """The cause of a difference from the same micro-batches, summed in 32 bits."""
     named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in split.narrow))
-    return f"rounding, by summing micro-batches in {named}; set accumulate_in='float32' or 'compensated'"
+    return f"rounding, by summing micro-batches in {named}; set accumulate_in='float32'"
 
 
 def _bases(split: SceneSplit, reference: Reference) -> Iterator[tuple[str, Gradient]]:

@@ -32,8 +32,7 @@ CASES: tuple[tuple[str, torch.dtype, dict[str, Any]], ...] = (
     ("uses-tensor", torch.float32, {"contract": BY_NUMBER}),
     ("drops-kwargs", torch.float32, {"contract": MEAN}),
     ("drops-kwargs", torch.bfloat16, {"contract": MEAN}),
-    ("drops-kwargs", torch.bfloat16, {"contract": MEAN, "accumulate_in": "float32"}),
-    ("uses-tensor", torch.bfloat16, {"contract": BY_NUMBER, "accumulate_in": "compensated"}),
+    ("uses-tensor", torch.bfloat16, {"contract": BY_NUMBER, "accumulate_in": "float32"}),
 )
 
 

@@ -297,7 +297,9 @@ def inside_of_accumulate(live: Any, loss: Tensor) -> None:
 
 
 def test_gradients_that_nobody_emptied_are_named(said: Said) -> None:
-    looped(nn.Linear(4, 1), [SQUARE] * 4, squares, 2, prove_every=1)
+    model = nn.Linear(4, 1)
+    model.weight.grad = torch.ones(1, 4)
+    looped(model, [SQUARE] * 4, squares, 2)
     assert len(said("optimizer.zero_grad()")) == 1
 
 
