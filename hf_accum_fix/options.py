@@ -38,13 +38,8 @@ class BalanceOptions:
             vision-language model: text and image tokens together); None: the column that ``length_column_name`` of the
             training arguments names, or the number of ``input_ids``.
         truncated_to: length to which the collator truncates samples; None: it does not truncate.
-        read_ahead: read every length once before training. False: each rank packs the samples that it fetches, and
-            collates them in the main process, as always with streams.
         max_rows_per_micro_batch: maximum samples of a micro-batch, for rows that cost memory at any length (images);
             None: no maximum.
-        max_tokens_per_micro_batch: maximum of samples times the longest of them; a window that does not fit exceeds it
-            by as little as possible. None, or a larger maximum: the per-device batch size times the window's longest
-            sample.
 
     Raises:
         OptionsError: if a maximum is not a positive integer, or lengths is neither a name nor a function.
@@ -52,16 +47,12 @@ class BalanceOptions:
 
     lengths: str | Callable[[Any], int] | None = None
     truncated_to: int | None = None
-    read_ahead: bool = True
     max_rows_per_micro_batch: int | None = None
-    max_tokens_per_micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         if not (self.lengths is None or isinstance(self.lengths, str) or callable(self.lengths)):
             raise OptionsError(f"got lengths={self.lengths!r}; expected a column, a function of a sample, or None")
-        if not isinstance(self.read_ahead, bool):
-            raise OptionsError(f"got read_ahead={self.read_ahead!r}; expected True or False")
-        for name in ("truncated_to", "max_rows_per_micro_batch", "max_tokens_per_micro_batch"):
+        for name in ("truncated_to", "max_rows_per_micro_batch"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise OptionsError(f"got {name}={value!r}; expected an integer of at least 1, or None")

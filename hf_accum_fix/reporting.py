@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from hf_accum_fix.upstream.defects import Defect
-from hf_accum_fix.upstream.engine_defects import EngineDefect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
 from hf_accum_fix.upstream.plan import Action, Decision, Plan
 
@@ -157,28 +155,6 @@ def wrapped(*paragraphs: str, indent: int = 0, hang: int = 2) -> list[str]:
             break_on_hyphens=False,
         )
     ]
-
-
-def defect_table(defects: Sequence[Defect]) -> str:
-    """The defects as a Markdown table; rows that were only read, or are not fixed, are marked."""
-    lines = ["| defect | releases | right gradient times | what happens | reported |", "|---|---|---|---|---|"]
-    for defect in defects:
-        links = ", ".join(f"[{link.rsplit('/', 1)[-1].split('#')[0]}]({link})" for link in defect.source)
-        marks = ["read, not run"] * (defect.evidence == "read") + ["not fixed"] * bool(defect.not_fixed)
-        mark = f" *({'; '.join(marks)})*" if marks else ""
-        cells = (f"`{defect.name}`", defect.range, defect.gradient or "-", defect.summary + mark, links)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def engine_table(defects: Sequence[EngineDefect]) -> str:
-    """The defects of engines as a Markdown table."""
-    lines = ["| defect | releases | whose runs | what happens | here | reported |", "|---|---|---|---|---|---|"]
-    for row in defects:
-        links = ", ".join(f"[{link.rsplit('/', 1)[-1]}]({link})" for link in row.source)
-        cells = (f"`{row.name}`", row.range, row.who, f"{row.summary} {row.wrong}.", row.fixed, links)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def _installed(environment: Environment) -> dict[str, str]:

@@ -12,10 +12,10 @@ import hf_accum_fix
 from hf_accum_fix import monitor
 from hf_accum_fix.cli import COMMANDS
 from hf_accum_fix.cli.explain import explanation
-from hf_accum_fix.reporting import defect_table, engine_table
 from hf_accum_fix.upstream.defects import DEFECTS
 from hf_accum_fix.upstream.engine_defects import ENGINE_DEFECTS
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
+from tests.upstream.defect_tables import defect_table, engine_table
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_accum_fix"

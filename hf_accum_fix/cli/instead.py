@@ -45,7 +45,6 @@ class Request:
     windows: int
     step: int
     json: str | None = None
-    plot: str | None = None
     save: str | None = None
     against: str | None = None  # the proof to hold the trainer against, instead
 
@@ -123,10 +122,8 @@ def _report(trainer: Any, request: Request) -> VerificationReport | Against:
 def _written(report: Any, data: dict[str, Any], request: Request) -> str:
     """Write the files on the first rank; the errors: the report stands without them."""
     proof, errors = Path(request.folder, "proof.json"), list[str]()
-    drawn = report is not None and any(each["error"] is not None for each in data.get("results", []))
     writing: list[tuple[str | None, bool, Callable[[str], object]]] = [
         (request.json, True, lambda path: Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")),
-        (request.plot, drawn, lambda path: report.plot(path)),
         (request.save, proof.is_file(), lambda path: shutil.copyfile(proof, path)),
     ]
     for path, has_it, write in writing if os.environ.get("RANK", "0") == "0" else ():

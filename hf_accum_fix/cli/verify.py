@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -52,12 +51,9 @@ _GRACE: Final = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
-    options = (
-        "[--json FILE] [--plot FILE] [--splits BxG,...]\n  [--windows N] [--step N]\n  [--save FILE | --against FILE]"
-    )
+    options = "[--json FILE] [--splits BxG,...] [--windows N] [--step N]\n  [--save FILE | --against FILE]"
     parser.usage = f"%(prog)s [-h] {options} (train.py | -m module) ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="also draw the errors (needs matplotlib)")
     about = "splits to verify: samples per micro-batch x accumulation steps"
     parser.add_argument("--splits", type=_splits, metavar="BxG,...", help=about)
     parser.add_argument("--windows", type=int, default=1, metavar="N", help="number of global batches to verify")
@@ -87,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
         UnsupportedSetupError: if the script ends before it trains.
     """
     command = _command(arguments)
-    given = {name: getattr(arguments, name) for name in ("json", "plot", "save", "against")}
+    given = {name: getattr(arguments, name) for name in ("json", "save", "against")}
     files = {name: None if path is None else str(path.absolute()) for name, path in given.items()}
     _check_files(arguments)
     deadline = [math.inf]
@@ -129,19 +125,17 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse files that cannot be written, and a proof that is not there, or comes with what it has no use for."""
-    for path in filter(None, (arguments.json, arguments.plot, arguments.save)):
+    for path in filter(None, (arguments.json, arguments.save)):
         folder = path.absolute().parent
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
             what = "is a folder" if path.is_dir() else "is not writable"
             raise OptionsError(f"got {path}, which {what}; expected a writable file; name another path")
-    if arguments.plot is not None and find_spec("matplotlib") is None:
-        raise OptionsError("got --plot without matplotlib; expected it installed; pip install matplotlib")
     if (against := arguments.against) is not None and not against.is_file():
         raise OptionsError(f"got --against {against}, which is no file; expected a proof; make one with --save")
-    asked = (arguments.plot, arguments.splits, arguments.windows, arguments.step)
-    if against is not None and asked != (None, None, 1, 0):
+    asked = (arguments.splits, arguments.windows, arguments.step)
+    if against is not None and asked != (None, 1, 0):
         raise OptionsError(
-            "got --against with --splits, --windows, --step or --plot; expected it alone: the script's own split and "
+            "got --against with --splits, --windows or --step; expected it alone: the script's own split and "
             "first step are run; omit them"
         )
 

@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler, IterableDataset
 from tqdm.auto import tqdm
 
-from hf_accum_fix.data.packing import MicroBatch, pack, padded_tokens
+from hf_accum_fix.data.packing import MicroBatch, pack
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.options import BalanceOptions
@@ -54,18 +54,12 @@ class Dealer:
     Args:
         options: what the user decided.
         progress: show a bar while lengths are read.
-
-    Attributes:
-        real, as_they_come, dealt: tokens of the windows so far: without padding, padded in stock's order, and padded
-            as balanced.
     """
 
     def __init__(self, options: BalanceOptions, *, progress: bool = True) -> None:
         self.options = options
         self._progress = progress
-        self.real = self.as_they_come = self.dealt = 0
         self._read: tuple[Any, list[int]] | None = None
-        self._warned_too_long = False
 
     def around(
         self,
@@ -96,7 +90,7 @@ class Dealer:
                 'accelerator_config={"dispatch_batches": False}, in accelerate DataLoaderConfiguration(...)'
             )
         base = vars(loader).get("base_dataloader", loader)
-        if isinstance(loader.dataset, IterableDataset) or not self.options.read_ahead:
+        if isinstance(loader.dataset, IterableDataset):
             if not isinstance(base.collate_fn, Uncollated):
                 base.collate_fn = Uncollated(base.collate_fn)
             return BalancedStream(loader, steps, self)
@@ -121,33 +115,14 @@ class Dealer:
         self, lengths: Sequence[int], batches: Sequence[Sequence[Any]], ranks: int, *, lockstep: bool
     ) -> list[list[MicroBatch]]:
         """The plan for a window of stock's ``batches``: positions of each micro-batch of each rank."""
-        limit = self.options.max_tokens_per_micro_batch
-        plan = pack(
+        return pack(
             lengths,
             len(batches) // ranks,
             ranks,
             rows=max(map(len, batches)),
             max_rows=self.options.max_rows_per_micro_batch,
-            max_tokens=limit,
             lockstep=lockstep,
         )
-        padded = [padded_tokens(lengths, micro_batch) for own in plan for micro_batch in own]
-        places = iter(range(len(lengths)))
-        stock = (list(islice(places, len(batch))) for batch in batches)
-        self.real += sum(lengths)
-        self.as_they_come += sum(padded_tokens(lengths, micro_batch) for micro_batch in stock)
-        self.dealt += sum(padded)
-        largest = max(padded)
-        if limit is not None and largest > limit and not self._warned_too_long:
-            self._warned_too_long = True
-            logger.warning(
-                "balance_windows: a window of %d samples needs micro-batches of %d padded tokens; "
-                "max_tokens_per_micro_batch=%d is exceeded there, by as little as possible",
-                len(lengths),
-                largest,
-                limit,
-            )
-        return plan
 
     def length_of(self, sample: Any) -> int:
         """Tokens of one sample, as the options define them."""

@@ -36,11 +36,6 @@ _ROOMY = 2.5
 _GOOD_ENOUGH = 1.015
 
 
-def padded_tokens(lengths: Sequence[int], micro_batch: Sequence[int]) -> int:
-    """Tokens of a micro-batch as it is computed: its rows times the longest of them."""
-    return len(micro_batch) * max(lengths[row] for row in micro_batch)
-
-
 def pack(
     lengths: Sequence[int],
     steps: int,
@@ -48,7 +43,6 @@ def pack(
     *,
     rows: int,
     max_rows: int | None = None,
-    max_tokens: int | None = None,
     lockstep: bool = False,
 ) -> list[list[MicroBatch]]:
     """Pack the rows of one global batch into micro-batches.
@@ -59,8 +53,6 @@ def pack(
         ranks: W.
         rows: b, rows of stock's micro-batch; none becomes larger than ``rows`` times the longest row.
         max_rows: rows of a micro-batch at most; None: as many as fit.
-        max_tokens: padded tokens of a micro-batch at most; if a window does not fit into ``steps * ranks`` of them,
-            the smallest that it fits into. None: ``rows`` times the longest row.
         lockstep: the ranks wait for one another after every micro-batch (FSDP, ZeRO-3), not once a window (DDP).
 
     Returns:
@@ -79,7 +71,7 @@ def pack(
     ascending = [max(lengths[row], 1) for row in order]
     at_most = max_rows or len(order)
     tightest = _tightest_cap(ascending, count, at_most)
-    loosest = max(min(rows * ascending[-1], max_tokens or rows * ascending[-1]), tightest)
+    loosest = max(rows * ascending[-1], tightest)
     roomy = min(int(_ROOMY * tightest), loosest)
     caps = [loosest] if ranks == 1 else [tightest] if lockstep else [roomy, tightest]
     plans: list[tuple[int, list[list[_Run]]]] = []
@@ -201,10 +193,6 @@ def _runs(ends: Sequence[int]) -> Iterator[_Run]:
 
 def _tokens(ascending: Sequence[int], run: _Run) -> int:
     return (run[1] - run[0]) * ascending[run[1] - 1]
-
-
-def _cost(ascending: Sequence[int], ends: Sequence[int]) -> int:
-    return sum(_tokens(ascending, run) for run in _runs(ends))
 
 
 # --- the ranks ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The result of verify() as values, text, data and a picture. Pure: imports neither torch nor a Trainer."""
+"""The result of verify() as values, text and data. Pure: imports neither torch nor a Trainer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from math import inf
-from pathlib import Path
 from typing import Any, Final
 
-from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.reporting import table, wrapped
 
 STOCK: Final = "stock"
@@ -188,28 +186,6 @@ class VerificationReport:
     def __bool__(self) -> bool:
         """Whether the verdict is exact."""
         return self.ok
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the relative gradient error of every split on a log scale; the file extension is the format.
-
-        It needs matplotlib.
-
-        Raises:
-            OptionsError: if there is nothing to draw.
-        """
-        from matplotlib.figure import Figure
-
-        drawn = [result for result in self.results if result.error is not None]
-        if not drawn:
-            raise OptionsError(f"got a report without errors to draw: {self.verdict}; expected one with an answer")
-        figure = Figure(figsize=(max(5.0, 0.9 * len(drawn)), 4.0), layout="constrained")
-        axes, least = figure.subplots(), max(self.floor, 1e-17) / 2
-        labels = [f"{result.split}\n{result.mode}" for result in drawn]
-        axes.bar(labels, [max(result.error or 0.0, least) for result in drawn])
-        axes.axhline(self.tolerance, color="black", linestyle="--", label="exact below")
-        axes.set(yscale="log", ylabel="relative gradient error", title=f"{self.head}, transformers {self.transformers}")
-        axes.legend()
-        figure.savefig(str(path))
 
 
 def judge(results: Sequence[SplitResult]) -> Verdict:

@@ -162,7 +162,7 @@ def test_wrong_usage_is_reported_before_the_script_runs(tmp_path: Path, capsys: 
     script = tmp_path / "runs.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert main(["verify", "--json", str(tmp_path), str(script)]) == 2
-    assert main(["verify", "--plot", str(tmp_path), str(script)]) == 2
+    assert main(["verify", "--save", str(tmp_path), str(script)]) == 2
     assert main(["verify", "-m", "no_such_module_at_all"]) == 2
     assert main(["verify", str(tmp_path)]) == 2
     said = capsys.readouterr().err

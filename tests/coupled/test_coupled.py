@@ -407,7 +407,7 @@ def test_a_loop_goes_on_where_collecting_fails(monkeypatch: pytest.MonkeyPatch, 
 def test_length_balanced_windows(tmp_path: Path) -> None:
     case = MODELS["supervised contrastive"]
     reference = step_along(model := case.build(), case.full(model))
-    lengths = BalanceOptions(lengths=lambda row: 3 + 4 * int(row["labels"]), max_tokens_per_micro_batch=24)
+    lengths = BalanceOptions(lengths=lambda row: 3 + 4 * int(row["labels"]))
     options = {"coupled_loss": "exact", **case.options, "balance_windows": lengths}
     assert case.train("apply", (2, 4), tmp_path, options=options).error(reference.change) < TOLERANCE
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hf_accum_fix.data import packing
-from hf_accum_fix.data.packing import MicroBatch, pack, padded_tokens
+from hf_accum_fix.data.packing import MicroBatch, pack
 from hf_accum_fix.data.whole_windows import PlaceholderBatch, WholeWindows
 from hf_accum_fix.errors import OptionsError
 
@@ -30,6 +30,11 @@ def windows(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
 def stock(lengths: Sequence[int], rows: int) -> list[MicroBatch]:
     """The window as it comes, ``rows`` at a time."""
     return [list(range(len(lengths)))[at : at + rows] for at in range(0, len(lengths), rows)]
+
+
+def padded_tokens(lengths: Sequence[int], micro_batch: Sequence[int]) -> int:
+    """Tokens of a micro-batch as it is computed: its rows times the longest of them."""
+    return len(micro_batch) * max(lengths[row] for row in micro_batch)
 
 
 def tokens(lengths: Sequence[int], micro_batches: Sequence[MicroBatch]) -> int:
@@ -90,7 +95,8 @@ def test_no_cut_of_the_sorted_window_pads_less(window: tuple[list[int], int, int
     assert len(ends) == count
     for start, end in packing._runs(ends):
         assert 0 < end - start <= max_rows and (end - start) * ascending[end - 1] <= cap
-    assert packing._cost(ascending, ends) == fewest_by_trying(ascending, count, cap, max_rows)
+    cost = sum(packing._tokens(ascending, run) for run in packing._runs(ends))
+    assert cost == fewest_by_trying(ascending, count, cap, max_rows)
     if tightest > ascending[-1]:
         assert fewest_by_trying(ascending, count, tightest - 1, max_rows) >= 10**15
 
