@@ -22,6 +22,7 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler, IterableDataset
+from tqdm.auto import tqdm
 
 from hf_accum_fix.data.packing import MicroBatch, pack
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
@@ -52,10 +53,12 @@ class Dealer:
 
     Args:
         options: what the user decided.
+        progress: show a bar while lengths are read.
     """
 
-    def __init__(self, options: BalanceOptions) -> None:
+    def __init__(self, options: BalanceOptions, *, progress: bool = True) -> None:
         self.options = options
+        self._progress = progress
         self._read: tuple[Any, list[int]] | None = None
 
     def around(
@@ -158,22 +161,37 @@ class Dealer:
             # A transform makes the sample only on access.
             stored = "input_ids" in (getattr(dataset, "column_names", None) or ())
             if named is None and stored and dataset.format["type"] != "custom":
-                # Without making a sample of each.
-                tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE)
-                return [len(value) for table in tables for value in table.column("input_ids")]
+                return self._lengths_of_lists(dataset, "input_ids")
         return self._sample_by_sample(dataset)
+
+    def _lengths_of_lists(self, dataset: Any, column: str) -> list[int]:
+        """Lengths of the lists in a column of a `datasets.Dataset`, without making a sample of each."""
+        tables = dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE)
+        with self._bar(len(dataset)) as bar:
+            lengths: list[int] = []
+            for table in tables:
+                lengths += [len(value) for value in table.column(column)]
+                bar.update(len(table))
+        return lengths
 
     def _sample_by_sample(self, dataset: Any) -> list[int]:
         """Read a part on every rank: faster, and the ranks agree even if a dataset draws its samples at random."""
         state = PartialState()
-        rows = range(state.process_index, len(dataset), state.num_processes)
-        read = [self.length_of(dataset[row]) for row in rows]
+        read: list[int] = []
+        with self._bar(len(dataset)) as bar:
+            for row in range(state.process_index, len(dataset), state.num_processes):
+                read.append(self.length_of(dataset[row]))
+                bar.update(state.num_processes)
         if state.num_processes == 1:
             return read
         lengths = [0] * len(dataset)
         for rank, share in enumerate(gather_object([read])):
             lengths[rank :: state.num_processes] = share
         return lengths
+
+    def _bar(self, total: int) -> Any:
+        hidden = not self._progress or not PartialState().is_main_process
+        return tqdm(total=total, desc="balance_windows: lengths", unit=" samples", disable=hidden)
 
 
 def _same(one: Any, other: Any) -> bool:

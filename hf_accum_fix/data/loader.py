@@ -83,7 +83,7 @@ def _balanced(host: Host, trainer: Any, loader: Any) -> Any:
         why = f"{got}; expected torch's DataLoader; its windows are not balanced"
     else:
         if DEALER not in kept or kept[DEALER].options != balance:
-            kept[DEALER] = Dealer(balance)
+            kept[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
         length_column = getattr(args, "length_column_name", None) or "length"
         lockstep, columns = waits_every_micro_batch(trainer.accelerator), trainer.train_dataset
         return kept[DEALER].around(loader, host.steps, lockstep=lockstep, length_column=length_column, columns=columns)

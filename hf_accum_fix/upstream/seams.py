@@ -133,6 +133,7 @@ _ROWS: Final = (
     Attribute(ARGUMENTS, "n_gpu", "refuse DataParallel"),
     Attribute(ARGUMENTS, "average_tokens_across_devices", "keep upstream from a second collective", since="4.46.2"),
     Attribute(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
+    Attribute(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
     Attribute(ARGUMENTS, "length_column_name", "read lengths", off="reading length_column_name"),
     Attribute(ARGUMENTS, "train_sampling_strategy", "balance windows", off="seeing batch_rebalance", since="5.2.0"),
     Attribute(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "split samples", off=VERIFY),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import transformers
+from tqdm.auto import tqdm
 
+from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.ranks import fails_everywhere
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
@@ -36,6 +37,9 @@ from hf_accum_fix.verification.reference import Reference, Scene, SceneSplit, co
 from hf_accum_fix.verification.report import PATCHED, STOCK, SplitResult, VerificationReport, could_not_tell, judge_own
 from hf_accum_fix.verification.restore import active_mode, options_of, unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
+
+#: Seconds before anything is said.
+_SILENT = 2.0
 
 
 def verify(
@@ -94,8 +98,12 @@ def verify(
             raise UnsupportedSetupError(
                 "got a model without a trainable parameter; expected at least one; set requires_grad"
             )
-        with unseen(trainer), plugins_copied(trainer):
-            return _verified(trainer, blank, splits, windows, reference, samples, with_apply, step, save)
+        # On a terminal alone.
+        hidden = None if trainer.args.process_index == 0 and not is_quiet() else True
+        bar = tqdm(bar_format="{desc} ({elapsed})", delay=_SILENT, leave=False, disable=hidden)
+        with bar, unseen(trainer), plugins_copied(trainer):
+            say = bar.set_description_str
+            return _verified(trainer, blank, splits, windows, reference, samples, with_apply, step, save, say)
     except OptionsError:
         raise
     except (AccumFixError, RuntimeError) as error:
@@ -117,12 +125,14 @@ def _verified(
     with_apply: bool,
     step: int,
     save: str | Path | None,
+    say: Callable[[str], None],
 ) -> VerificationReport:
     """Draw samples, compute the references, run every split in every mode."""
     options = options_of(trainer)
     own = size, _ = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
     notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
     notes += filter(None, [own_backward_left_out(trainer)])
+    say("verify: drawing samples")
     drawn = draw(copy_for_split(trainer, *own), windows, samples)
     notes += drawn.notes
     modes = [STOCK, PATCHED] if with_apply and enabled() else [STOCK if with_apply else blank.active]
@@ -137,8 +147,11 @@ def _verified(
             "tell an error to about a third of itself"
         )
     scenes, references, results, owns = list[Scene](), list[Reference](), list[SplitResult](), list[SplitResult]()
+    say("verify: observing the loss")
     for window, rows in enumerate(drawn.windows):
         scene = _scene(whole, rows, drawn, options, step)
+        of_window = f"verify: window {window + 1}, " if window else "verify: "
+        say(f"{of_window}the reference: {len(scene.every)} samples")
         found = compute(scene, reference, size)
         if save is not None and not window:
             try:
@@ -150,7 +163,9 @@ def _verified(
         if shards:
             least = limit_across(found.tolerance, scene.rounding)
             found = replace(found, gradient=scene.compared(found.gradient), least=least)
-        for split, mode in product(splits_of(len(scene.rows), own, splits), modes):
+        to_run = [(split, mode) for split in splits_of(len(scene.rows), own, splits) for mode in modes]
+        for number, (split, mode) in enumerate(to_run, start=1):
+            say(f"{of_window}split {number} of {len(to_run)}: {split[0]} x {split[1]}, {mode}")
             results.append(compare(trainer, SceneSplit(scene, *split), found, window, mode, options, step))
             owns += results[-1:] if split == own else []
         notes += found.notes

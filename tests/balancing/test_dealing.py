@@ -25,6 +25,8 @@ from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import cut, reference_step
 
+QUIET = {"progress": False}
+
 
 def texts(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     """Samples whose tokens are all their own number, 1 to 30 of them."""
@@ -58,7 +60,7 @@ def prepared(rows: Any, batch_size: int = 2, *, ranks: int = 1, rank: int = 0, *
 def test_a_window_keeps_its_samples_and_its_micro_batches(drop_last: bool, workers: int) -> None:
     rows = texts(51)
     stock = [numbers(batch) for batch in prepared(rows, 4, drop_last=drop_last)]
-    loader = Dealer(BalanceOptions()).around(prepared(rows, 4, drop_last=drop_last, num_workers=workers), 5)
+    loader = Dealer(BalanceOptions(), **QUIET).around(prepared(rows, 4, drop_last=drop_last, num_workers=workers), 5)
     batches = list(loader)
     assert len(batches) == len(loader) == len(stock)
     assert windows_of([*map(numbers, batches)], 5) == windows_of(stock, 5)
@@ -78,7 +80,7 @@ def test_the_ranks_together_have_stocks_samples(count: int, ranks: int, drop_las
         return prepared(rows, size, ranks=ranks, rank=rank, drop_last=drop_last, split_batches=split_batches)
 
     stock = [[numbers(batch) for batch in of(rank)] for rank in range(ranks)]
-    loaders = [Dealer(BalanceOptions()).around(of(rank), steps) for rank in range(ranks)]
+    loaders = [Dealer(BalanceOptions(), **QUIET).around(of(rank), steps) for rank in range(ranks)]
     batches = [list(loader) for loader in loaders]
     # No sample is lost or repeated that stock does not repeat, whatever the sizes.
     for slot in range(0, len(stock[0]), steps):
@@ -99,7 +101,7 @@ def test_a_resumed_epoch_goes_on_where_it_was(ranks: int) -> None:
         loader = prepare_data_loader(
             loader, num_processes=ranks, process_index=rank, put_on_device=True, use_seedable_sampler=True, data_seed=5
         )
-        return Dealer(BalanceOptions()).around(loader, 4)
+        return Dealer(BalanceOptions(), **QUIET).around(loader, 4)
 
     for rank in range(ranks):
         loader = of(rank)
@@ -111,7 +113,7 @@ def test_a_resumed_epoch_goes_on_where_it_was(ranks: int) -> None:
             assert [batch.tolist() for batch in resumed] == epochs[epoch][4:]
 
 
-def test_lengths_are_read_once_for_a_dataset() -> None:
+def test_lengths_are_read_once_for_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
     class Counting(list[Any]):
         asked = 0
 
@@ -123,6 +125,7 @@ def test_lengths_are_read_once_for_a_dataset() -> None:
     dealer.around(prepared(rows, 2), 2)
     dealer.around(prepared(rows, 4), 5)
     assert Counting.asked == 20
+    assert capsys.readouterr().err.count("balance_windows: lengths: 100%") == 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_what_a_length_is(options: BalanceOptions, wanted: list[int], kind: str)
         # What the transform makes of a row is what counts, not what lies in the column.
         rows.set_transform(lambda batch: {"input_ids": [ids * 2 for ids in batch["input_ids"]]})
         wanted = [min(2 * n, options.truncated_to or 99) for n in (3, 5, 2)]
-    assert Dealer(options)._lengths(rows, None, "length") == wanted
+    assert Dealer(options, **QUIET)._lengths(rows, None, "length") == wanted
 
 
 def test_a_length_that_cannot_be_told_is_asked_for() -> None:
@@ -153,13 +156,13 @@ def test_a_length_that_cannot_be_told_is_asked_for() -> None:
         (BalanceOptions(lengths="tokens"), texts(8), "expected its length by lengths='tokens'"),
     ):
         with pytest.raises(OptionsError, match=words):
-            Dealer(options).around(prepared(rows), 2)
+            Dealer(options, **QUIET).around(prepared(rows), 2)
 
 
 def test_rows_of_a_micro_batch_are_limited() -> None:
     rows = [{"input_ids": [1] * n} for n in (1, 1, 1, 1, 1, 1, 50, 50)]
     for most in (None, 3):
-        dealt = Dealer(BalanceOptions(max_rows_per_micro_batch=most)).around(prepared(rows), 4)
+        dealt = Dealer(BalanceOptions(max_rows_per_micro_batch=most), **QUIET).around(prepared(rows), 4)
         assert (max(map(len, dealt)) > 3) == (most is None)
 
 
@@ -167,7 +170,7 @@ def test_rows_of_a_micro_batch_are_limited() -> None:
 def test_a_stream_is_dealt_as_it_comes(workers: int) -> None:
     rows = texts(30)
     stock = list(prepared_stream(rows))
-    loader = Dealer(BalanceOptions()).around(prepared_stream(rows, num_workers=workers), 4)
+    loader = Dealer(BalanceOptions(), **QUIET).around(prepared_stream(rows, num_workers=workers), 4)
     for _ in range(2):
         batches = list(loader)
         assert len(batches) == len(stock) == 8
@@ -200,7 +203,7 @@ def test_samples_pass_a_loader_untouched_where_a_list_would_be_cut() -> None:
         (DataLoader(texts(8), batch_size=None), "a batch sam"),
     ):
         with pytest.raises(UnsupportedSetupError, match=words):
-            Dealer(BalanceOptions()).around(loader, 2)
+            Dealer(BalanceOptions(), **QUIET).around(loader, 2)
     kept = prepare_data_loader(
         DataLoader(Stream(rows), batch_size=3, collate_fn=Samples), dispatch_batches=False, put_on_device=True
     )
@@ -225,7 +228,7 @@ def test_a_loop_over_accumulation_windows_takes_the_full_batch_step() -> None:
     """Dealt before it is handed over, in a loop of one's own; the head returns its own mean."""
     head = HEADS["bert-mlm"]
     loader = DataLoader(list(head.samples), batch_size=2, collate_fn=head.batch)  # type: ignore[arg-type]
-    dealt = Dealer(BalanceOptions()).around(prepare_data_loader(loader, put_on_device=True), 4)
+    dealt = Dealer(BalanceOptions(), **QUIET).around(prepare_data_loader(loader, put_on_device=True), 4)
     assert len({len(batch["labels"]) for batch in dealt}) > 1
     step, _, _ = take_steps(head, head.samples, 2, 4, "windows", batches=dealt)
     assert step.error(reference_step(head, cut(head.samples, 2))) <= 1e-12
@@ -234,7 +237,7 @@ def test_a_loop_over_accumulation_windows_takes_the_full_batch_step() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_repeated_samples_are_not_dropped_where_they_may_be_anywhere(stream: bool) -> None:
     rows = texts(30)
-    loader = Dealer(BalanceOptions()).around(prepared_stream(rows) if stream else prepared(rows, ranks=2), 4)
+    loader = Dealer(BalanceOptions(), **QUIET).around(prepared_stream(rows) if stream else prepared(rows, ranks=2), 4)
     WithoutDuplicates(loader, False, print).check()
     with pytest.raises(UnsupportedSetupError, match="got length-balanced windows"):
         WithoutDuplicates(loader, True, print).check()

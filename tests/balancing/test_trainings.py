@@ -26,7 +26,7 @@ class DealtByHand(StockRecorder):
     """A stock Trainer whose windows are dealt, and nothing fixed."""
 
     def get_train_dataloader(self) -> Any:
-        return Dealer(BALANCE).around(super().get_train_dataloader(), 4)
+        return Dealer(BALANCE, progress=False).around(super().get_train_dataloader(), 4)
 
 
 #: One of each way that a loss is reduced; the other kinds are marked "zoo".
