@@ -31,12 +31,6 @@ def asked(how: str, *orders: str, under: tuple[str, ...] = ()) -> dict[str, Any]
 
 
 @pytest.mark.slow
-def test_applied_after_each() -> None:
-    found = asked("apply", *SINGLE)
-    assert max(found.values()) < 1e-12, found
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "under"), [("apply", ()), ("class", ()), ("stock", RUN)])
 def test_every_way_after_each_and_after_two(how: str, under: tuple[str, ...]) -> None:
     found = asked(how, *SINGLE, *PAIRS, under=under)

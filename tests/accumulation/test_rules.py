@@ -277,12 +277,6 @@ def test_counting_does_not_depend_on_the_cut(rows: list[list[bool]], shift: bool
     assert float(apart) == float(together) == sum(sum(row[1:] if shift else row) for row in rows)
 
 
-def test_a_carried_term_keeps_its_weight() -> None:
-    loss = torch.tensor(5.0, dtype=torch.float64)
-    carried = torch.tensor(2.0, dtype=torch.float64)
-    assert float(scale_mean(loss, 0.25, carried)) == 0.25 * 3.0 + 2.0
-
-
 def test_the_share_keeps_the_precision_of_the_loss_and_the_loss_itself() -> None:
     loss = torch.tensor(5.0, dtype=torch.bfloat16)
     share = scale_mean(loss, torch.tensor(0.5, dtype=torch.float64))

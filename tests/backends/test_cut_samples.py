@@ -30,7 +30,7 @@ from tests.backends.rows import DEEPSPEED, LAUNCHED_DEEPSPEED, Backend, zero
 from tests.backends.trajectory import attempted, furthest, gathered, variables, without_compiling
 from tests.logged import logged
 from tests.numerics.parity import PATHS, StockRecorder, applied, recorder, relative, trainable, training_arguments
-from tests.ranks import RankFailedError, on_ranks
+from tests.ranks import on_ranks
 
 _whole = cut.samples
 #: Where the second document of a sample begins, over and over.
@@ -208,13 +208,6 @@ def test_every_step_is_that_of_the_global_batch(case: str, rows: Any) -> None:
 
 
 # --- Ulysses alone ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.deepspeed
-@pytest.mark.timeout(200)
-def test_stock_ends_where_ranks_hold_other_samples_too() -> None:
-    with pytest.raises(RankFailedError, match="is not part of group"):
-        on_ranks(cut.under_ulysses, 2, 4, (1, 4), "stock", ranks=4, timeout=120)
 
 
 def unmeasured() -> tuple[cut.Cut, cut.Cut]:

@@ -21,7 +21,6 @@ LAUNCHER = Path(__file__).with_name("plain_launcher.py")
 # accelerate 1.15.0 starts one process for --cpu, whatever --num_processes says, and both for --multi_gpu, GPUs or not;
 # the script trains on the CPU.
 ONE_RANK = ("accelerate", "launch", "--cpu", "--num_processes", "2", SCRIPT)
-TWO_RANKS = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0", SCRIPT)
 ITS_OWN_TORCHRUN = (sys.executable, LAUNCHER, SCRIPT)
 
 ON = "hf-accum-fix: "
@@ -44,7 +43,6 @@ def train(command: tuple[Any, ...], folder: Path, ranks: int) -> tuple[dict[str,
     ("command", "ranks"),
     [
         pytest.param(ONE_RANK, 1, id="one-rank"),
-        pytest.param(TWO_RANKS, 2, id="two-ranks", marks=pytest.mark.thorough),
         pytest.param(ITS_OWN_TORCHRUN, 2, id="its-own-torchrun"),
     ],
 )

@@ -1,8 +1,6 @@
 """ms-swift's real trainers: no cut is further from the full batch than it is in stock, and most are exact.
 
-They divide their loss by the steps of the window themselves where they are handed a number (``if num_items_in_batch is
-not None and self.model_accepts_loss_kwargs``), look for labels that the base has popped from their batch, and count
-their items on every rank.
+They divide their loss by the steps themselves where they are handed a number, and count their items on every rank.
 
     python recipes/in_release.py 5.19.0@ms-swift==4.6.0 -- pytest -m swift
 """

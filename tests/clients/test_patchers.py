@@ -1,7 +1,6 @@
 """unsloth's and axolotl's patches of the Trainer, made as they make them: its source, edited as text and run again.
 
-What is run again is the original, so a wrapper that stood there is gone without a word. It is looked for when training
-begins; before that, apply() itself refuses to wrap an edition of somebody else's.
+It is looked for when training begins; before that, apply() refuses to wrap an edition of somebody else's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """TRL's preference trainers, exact where the last micro-batch is short; GRPO and RLOO, left as TRL means them.
 
-Each computes a loss by itself and takes no item count. DPO, KTO and Reward return the mean over the samples of a
-micro-batch, of which upstream takes the mean: over full micro-batches that is the full batch's step, and 0.15 to 0.22
-off it where the last one is short. GRPO, RLOO, Distillation and OnlineDPO sample their answers: their inputs are made
-too late to be observed, so that they are stock's, and said.
+Where the last one is short, the mean over micro-batches that upstream takes is 0.15 to 0.22 off. Those that sample
+their answers make their inputs too late to be observed, so that they are stock's, and said.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """sentence-transformers' real trainers: left as they are, and warned of where the cut decides what is learned.
 
-Their ``compute_loss`` neither calls the base nor looks at a number: upstream takes the mean over micro-batches. For a
-mean over samples that is the full batch wherever the micro-batches are alike; where samples of one micro-batch enter
-each other's loss, it is another loss, and with one sample a micro-batch none at all.
+Where samples of one micro-batch enter each other's loss, another cut has another loss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """TRL's SFTTrainer: its own loss, its fused head, its collators; every cut takes the full batch's step.
 
-It never calls ``super().compute_loss`` and divides by the number it is handed, so it is right by itself wherever the
-Trainer hands it one; for a head that declares ``accepts_loss_kwargs = False`` the Trainer does not. Its fused head
-computes log-probabilities in float32 whatever the model's type, so that steps agree to float32's rounding.
+It divides by the number it is handed, which the Trainer hands no head that declares ``accepts_loss_kwargs = False``.
 """
 
 from __future__ import annotations

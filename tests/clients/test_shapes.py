@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,9 +66,6 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
 DATA: dict[str, dict[str, Any]] = {
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
     "workers": {"dataloader_num_workers": 2},
-    "workers that prefetch groups": {
-        "dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "train_sampling_strategy": "group_by_length",
-    },
     "a compiled step": {"torch_compile": True, "torch_compile_backend": "eager"},
 }  # fmt: skip
 
@@ -174,42 +171,6 @@ def padding_as_targets(samples: Sequence[Sample]) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
-def passages() -> list[Sample]:
-    g = torch.Generator().manual_seed(0)
-    return [{"ids": torch.randint(1, 40, (3, 5 + place % 3), generator=g)} for place in range(8)]
-
-
-def of_queries(samples: Sequence[Sample]) -> Batch:
-    width = max(sample["ids"].shape[1] for sample in samples)
-    ids = torch.cat([F.pad(sample["ids"], (0, width - sample["ids"].shape[1])) for sample in samples])
-    return {"pair": {"input_ids": ids, "attention_mask": (ids != 0).long()}}  # type: ignore[dict-item]
-
-
-class Embedder(nn.Module):
-    """FlagEmbedding's: one query a sample, with several passages and teacher scores, and negatives of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = CLASSES.build()
-        self.config = self.model.config
-
-    def forward(
-        self, queries: Mapping[str, Tensor], passages: Mapping[str, Tensor], teacher_scores: Sequence[float]
-    ) -> dict[str, Tensor]:
-        asked, given = (self.model(**inputs).logits for inputs in (queries, passages))
-        scores = (given.view(len(asked), -1, given.shape[-1]) * asked[:, None]).sum(-1)
-        taught = torch.tensor(teacher_scores, dtype=scores.dtype).view(len(asked), -1).softmax(-1)
-        distilled = -(scores.log_softmax(-1) * taught).sum(-1).mean()
-        return {"loss": distilled + F.cross_entropy(scores, torch.zeros(len(asked), dtype=torch.long))}
-
-
-def of_questions(samples: Sequence[Sample]) -> Batch:
-    passages = of_queries(samples)["pair"]
-    scores = [0.1 * float(row.sum() % 7) for sample in samples for row in sample["ids"]]
-    asked = {key: value[::3] for key, value in passages.items()}  # type: ignore[attr-defined]
-    return {"queries": asked, "passages": passages, "teacher_scores": scores}  # type: ignore[dict-item]
-
-
 class Graphs(nn.Module):
     """PyTorch Geometric's tutorial: the mean over the nodes that a mask picks."""
 
@@ -288,8 +249,6 @@ def shifted(model: nn.Module, batch: Batch) -> Tensor:
 SHORT = (EVERYDAY, (3, 3))
 SEQ2SEQ = {"kind": Seq2SeqTrainingArguments}
 GIVEN = {
-    "embedder": Case("embedder", replace(CLASSES, build=Embedder, samples=passages(), collate=of_questions), Ordered,
-                     loss=own_loss, right=True),
     "graphs": Case("graphs", replace(CLASSES, build=Graphs, samples=graphs(), collate=as_one_graph), Ordered,
                    loss=own_loss),
     "loads": Case("loads", MLM, LoadsBatches, cuts=SHORT),

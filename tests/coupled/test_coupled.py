@@ -24,6 +24,7 @@ from tests.logged import Said
 from tests.numerics.parity import (
     ClassRecorder,
     StockRecorder,
+    Trained,
     moved,
     relative,
     step_along,
@@ -294,28 +295,20 @@ def test_what_weights_samples_does_not_go_with_it() -> None:
         Options(coupled=("one",))
 
 
-def _on_a_rank(
-    name: str, cut: tuple[int, int], convention: str, folder: str, arguments: dict[str, Any] | None = None
-) -> tuple[dict[str, Tensor], list[float]]:
-    case = MODELS[name]
-    options = {"coupled_loss": convention, **case.options}
-    ours = case.train("apply" if convention else "stock", cut, Path(folder), options=options, **(arguments or {}))
-    return ours.change, ours.losses
-
-
-def _weighted(folder: str) -> str:
-    with pytest.raises(ContractError) as found:
-        Numbers(Weighs, _of_numbers(), options=_OWN).train("apply", (1, 2), Path(folder))
-    return str(found.value)
-
-
-@pytest.mark.slow
-def test_an_input_of_another_value_on_each_rank_is_refused(tmp_path: Path) -> None:
-    assert all("losses, or vectors" in why for why in on_ranks(_weighted, str(tmp_path), patience=60))
-
-
 OTHER_CUTS = [pytest.param(cut, marks=pytest.mark.thorough) for cut in ((4, 1), (1, 4))]
 OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("SigLIP", "InfoNCE of one's own")]
+OWN = "InfoNCE of one's own"
+
+
+def _on_a_rank(name: str, cut: tuple[int, int], convention: str, folder: str) -> Trained:
+    case = MODELS[name]
+    options = {"coupled_loss": convention, **case.options}
+    return case.train("apply" if convention else "stock", cut, Path(folder), options=options)
+
+
+def _of_ranks(name: str, cut: tuple[int, int], folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """By ours and by stock, the change and what is logged."""
+    return [(each.change, each.losses) for each in (_on_a_rank(name, cut, how, folder) for how in ("exact", ""))]
 
 
 @pytest.mark.slow
@@ -325,12 +318,15 @@ OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("SigLIP", 
 def test_two_ranks_are_the_global_batch(name: str, cut: tuple[int, int], tmp_path: Path) -> None:
     case = MODELS[name]
     reference = step_along(model := case.build(), case.full(model))
-    of_ranks = on_ranks(_on_a_rank, name, cut, "exact", str(tmp_path))
-    for change, _ in of_ranks:
-        assert relative(change, reference.change) < TOLERANCE
-    assert of_ranks[0][1] == [pytest.approx(reference.loss, rel=1e-6)]
-    stock, _ = on_ranks(_on_a_rank, name, cut, "", str(tmp_path))[0]
-    assert relative(stock, reference.change) > 0.05
+    for (change, losses), (stock, _) in on_ranks(_of_ranks, name, cut, str(tmp_path)):
+        assert relative(change, reference.change) < TOLERANCE and relative(stock, reference.change) > 0.05
+        assert losses in ([], [pytest.approx(reference.loss, rel=1e-6)])
+
+
+def _weighted(folder: str) -> str:
+    with pytest.raises(ContractError) as found:
+        Numbers(Weighs, _of_numbers(), options=_OWN).train("apply", (1, 2), Path(folder))
+    return str(found.value)
 
 
 def _fails_on_one(folder: str) -> str:
@@ -342,31 +338,37 @@ def _fails_on_one(folder: str) -> str:
             raise ContractError("got a fault; expected none; look here")
         collect(self, batches, forward)
 
-    WholeWindow.collect = failing  # type: ignore[method-assign]
-    try:
-        _on_a_rank("InfoNCE of one's own", (2, 2), "rank", folder)
-    except (ContractError, RankError) as error:
-        return type(error).__name__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WholeWindow, "collect", failing)
+        try:
+            _on_a_rank(OWN, (2, 2), "rank", folder)
+        except (ContractError, RankError) as error:
+            return type(error).__name__
     return "trained"
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_alone_ends_all(tmp_path: Path) -> None:
-    """Else the others would wait for it in the backward."""
-    assert on_ranks(_fails_on_one, str(tmp_path), patience=60) == ["RankError", "ContractError"]
+def _all(folder: str) -> tuple[str, str, dict[str, Tensor], list[float]]:
+    ours = _on_a_rank(OWN, (2, 2), "rank", folder)
+    return _weighted(folder), _fails_on_one(folder), ours.change, ours.losses
 
 
 @pytest.mark.slow
-def test_each_rank_alone(tmp_path: Path) -> None:
-    """As stock's DDP with one micro-batch: the mean over ranks of the losses of each rank's samples."""
-    case = MODELS["InfoNCE of one's own"]
+def test_each_rank_alone_other_inputs_on_each_and_one_that_fails(tmp_path: Path) -> None:
+    """As stock's DDP with one micro-batch: the mean over ranks of the losses of each rank's samples.
+
+    An input of another value on each is refused; if one fails alone, the others would wait for it in the backward.
+    """
+    case = MODELS[OWN]
     # accelerate deals batches to ranks by turns.
     halves = [[each for at, each in enumerate(case.samples) if at // 2 % 2 == rank] for rank in (0, 1)]
     model = case.build()
     reference = step_along(model, (case.full(model, halves[0]) + case.full(model, halves[1])) / 2)
-    for change, losses in on_ranks(_on_a_rank, "InfoNCE of one's own", (2, 2), "rank", str(tmp_path)):
+    found = on_ranks(_all, str(tmp_path), patience=60)
+    for why, _, change, losses in found:
+        assert "losses, or vectors" in why
         assert relative(change, reference.change) < TOLERANCE
-        assert losses == [] or losses == [pytest.approx(reference.loss, rel=1e-6)]
+        assert losses in ([], [pytest.approx(reference.loss, rel=1e-6)])
+    assert [failed for _, failed, *_ in found] == ["RankError", "ContractError"]
 
 
 @splits

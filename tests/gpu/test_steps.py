@@ -171,12 +171,6 @@ def test_sdpa_of_cuda(kernel: SDPBackend, cuda: str, tmp_path: Path) -> None:
         assert_every_cut(llama_with("sdpa"), cuda, tmp_path, **IN_BF16)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
-def test_flash_attention_2(cuda: str, tmp_path: Path) -> None:
-    """Its kernels are CUDA's."""
-    assert_every_cut(llama_with("flash_attention_2"), cuda, tmp_path, **IN_BF16)
-
-
 @pytest.fixture
 def without_liger() -> Iterator[None]:
     """Takes out of the library's module again what Liger puts there for one model, and every later one gets."""

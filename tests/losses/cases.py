@@ -387,9 +387,6 @@ def dpo_plus_answers(s: Seen) -> Tensor:
 
 
 BELONG = [
-    in_own(
-        "easy-weighted-rows", EXACT, lambda s: (s.each_class * (1 + s.batch["kind"])).mean(), right=EVEN, cuts=THREE
-    ),
     in_model("easy-fours", EXACT, of_fours, right=EVEN, cuts=THREE, windows=groups(4), collate=interleaved),
     in_own("clients-rpo", EXACT, dpo_plus_answers, windows=groups(2), collate=by_role, cuts=THREE),
 ]
@@ -416,24 +413,14 @@ def with_graph(s: Seen) -> Tensor:
     return margins(s).mean() if bool((margins(s) > 0).any()) else _float64(0.0).requires_grad_()
 
 
-def cosent(s: Seen) -> Tensor:
-    """Every pair of texts of which one is more alike: log(1 + 0) where all are."""
-    labels, scores = s.batch["labels"], s.logits[:, 0]
-    apart = 5 * (scores[:, None] - scores[None, :])
-    apart = apart.masked_fill(labels[:, None] >= labels[None, :], -1e12)
-    return torch.cat([apart.flatten(), torch.zeros(1, dtype=scores.dtype)]).logsumexp(0) * 1.0
-
-
 def _float64(*values: float) -> Tensor:
     return torch.tensor(values if len(values) > 1 else values[0], dtype=torch.float64)
 
 
 #: The first three have nothing to learn.
 NOTHING_FIRST = scored(-9.0, -9.0, -9.0, 2.0, 3.0, 1.0, -9.0, 4.0)
-ALIKE_FIRST = scored(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0)
 ZERO = [
     of_points("zero-constant", EITHER, with_graph, Points, NOTHING_FIRST, right=EVEN),
-    of_points("zero-cosent", INEXACT, cosent, Points, ALIKE_FIRST, cuts=(PAIRS, HALVES)),
 ]
 
 

@@ -21,14 +21,6 @@ def texts(window: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Sample]:
     return _ending(text(seed=window, lengths=(*lengths[turn:], *lengths[:turn])))
 
 
-def drawn(seed: int) -> list[Sample]:
-    """Eight texts of random lengths with prompts of random lengths."""
-    g = generator(seed)
-    lengths = torch.randint(3, 24, (8,), generator=g).tolist()
-    prompts = [int(torch.randint(1, length, (), generator=g)) for length in lengths]
-    return _ending(text(seed=seed, lengths=lengths, masked=lambda index, length: prompts[index]))
-
-
 def _ending(samples: list[Sample]) -> list[Sample]:
     """Each ends with a 4, which `fewer` keeps, so that none is without a target."""
     for sample in samples:

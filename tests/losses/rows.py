@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.losses import models
 from tests.losses.models import bare
-from tests.losses.seen import ForFunctions, Loss, Seen, Texts, around, full, func, holding, own
+from tests.losses.seen import ForFunctions, Loss, Seen, Texts, full, func, holding, own
 from tests.losses.verdicts import PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.numerics.heads import Sample
 from tests.numerics.parity import StockRecorder
@@ -28,10 +28,6 @@ def texts(window: int = 0, lengths: Any = None) -> list[Sample]:
 
 def several(count: int, make: Callable[[int], list[Sample]] = texts) -> list[list[Sample]]:
     return [make(window) for window in range(count)]
-
-
-#: What is made of super's loss, which is the mean over next tokens.
-Change = Callable[[Tensor, Seen], Tensor]
 
 
 def attack(
@@ -65,12 +61,6 @@ def by_super(name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: ty
     """By a trainer that calls super; the whole of its loss is given as well."""
     given = {"windows": several(1), "loss": full(loss), **more}
     return attack(f"{name}-super", verdict, model=head, trainer=trainer, **given)
-
-
-def in_super(name: str, verdict: Verdict, change: Change, **more: Any) -> Case:
-    """Around super's."""
-    trainer = around(lambda loss, s, _: change(loss, s))
-    return by_super(name, verdict, trainer, lambda s: change(s.tokens, s), **more)
 
 
 def of_points(name: str, verdict: Verdict, loss: Loss, model: Callable[[], Any], windows: Any, **more: Any) -> Case:

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.losses.cases import CASES, fewer_labels, of_fewer
-from tests.losses.models import drawn
-from tests.losses.rows import EITHER, attack
-from tests.losses.seen import ByNumber, Mean
+from tests.losses.cases import CASES
 from tests.losses.verdicts import UNEVEN, WHOLE, Verdict, by_loop, by_trainer, faults
-from tests.trainings import RATE, Case, Cut, as_prepared, in_loss, sizes
+from tests.trainings import Case, Cut, sizes
 
 TRAINED = [case for case in CASES if case.trainer is not None]
 LOOPED = [case for case in CASES if case.looped or case.trainer is None]
@@ -88,15 +85,3 @@ def test_stock_is_wrong_where_it_is_said(case: Case, cut: Cut) -> None:
     stock = by_trainer(case, cut, "stock")
     assert (stock.worst <= case.tolerance) is (cut in case.right)
     assert cut in case.right or not stock.worst <= 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head", [Mean, ByNumber])
-@pytest.mark.parametrize(
-    "trainer", [as_prepared(fewer_labels), in_loss(fewer_labels)], ids=["prepare-inputs", "compute-loss"]
-)
-def test_no_chance_makes_labels_masked_on_the_way_exact(trainer: type, head: Any) -> None:
-    """Masked labels may by chance be as many as some way of counting counts."""
-    given: Any = {"rate": RATE, "cuts": ((2, 4),)}
-    cases = [attack(str(seed), EITHER, of_fewer, head, [drawn(seed)], trainer, **given) for seed in range(24)]
-    assert not [case.name for case in cases if by_trainer(case, (2, 4), "apply").silent(1e-9)]

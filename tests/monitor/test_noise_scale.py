@@ -4,39 +4,11 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.monitor.noise_scale import NoiseScale, NoiseScaleReading
-from tests.monitor.quadratic import DEVIATIONS, Quadratic, closed_form, micro_batches
-
-#: The aim; the standard error of 100 windows is 2 to 3 %.
-CLOSE = 0.05
-RAGGED = ([1, 40, 3, 25, 2, 60, 1, 30], [2, 2, 50, 7])
-
-
-def test_ragged_micro_batches_give_the_closed_form_where_the_usual_formula_does_not() -> None:
-    model, draw = Quadratic(), torch.Generator().manual_seed(0)
-    noise, sums = NoiseScale(model, every=1), torch.zeros(2)
-    for window in range(100):
-        model.zero_grad()
-        norms, sizes = list[float](), RAGGED[window % 2]
-        for points in micro_batches(draw, sizes):
-            norms.append(float((model.place.detach() - points.mean(0)).square().sum()))
-            (model(points) * len(points) / sum(sizes)).backward()
-            noise.micro_batch(len(points))
-        noise.step()
-        assert model.place.grad is not None
-        # The formula for micro-batches of one size.
-        small, big = sum(sizes) / len(sizes), sum(sizes)
-        square, norm = sum(norms) / len(norms), float(model.place.grad.square().sum())
-        sums += torch.tensor([(square - norm) / (1 / small - 1 / big), (big * norm - small * square) / (big - small)])
-    reading = noise.read()
-    assert reading.noise == pytest.approx(sum(its**2 for its in DEVIATIONS), rel=CLOSE)
-    assert reading.scale == pytest.approx(closed_form(), rel=CLOSE)
-    assert 0.001 < reading.error < 0.05 and reading.windows == 100
-    assert abs(float(sums[0] / sums[1]) / closed_form() - 1) > 1
+from tests.monitor.quadratic import Quadratic, micro_batches
 
 
 def test_there_are_no_hooks_between_the_windows_that_are_measured() -> None:

@@ -25,19 +25,11 @@ def falling(logs: int, by: int = 50) -> ndarray:
     return 0.5 + 2.0 * numpy.exp(-numpy.arange(logs) / by)
 
 
-def swings(period: float) -> ndarray:
-    """By 30 % for 300 of 600 logs."""
-    losses = falling(600) * noise(600)
-    losses[200:500] *= 1 + 0.3 * numpy.sin(2 * math.pi * numpy.arange(300) / period + 0.5 * math.pi)
-    return losses
-
-
 STEPS = numpy.arange(3000)
 LOGS, MANY = STEPS[:1000], STEPS[:2000]
 LEARNS = falling(1000, 30)
 #: Of a loss a log: the curve, what judges it, and of its alarms how many, and between which logs the first.
 LOSSES: dict[str, tuple[ndarray, type, int, tuple[int, int]]] = {
-    **{f"swings, period {period}": (swings(period), LossOscillation, 1, (250, 330)) for period in (2.0, 7.3, 11.0)},
     "learns nothing": (2.0 * noise(2000), LossStall, 1, (300, 300)),
     "learns nothing and rises": (2.0 * noise(2000) * numpy.exp(MANY / 1e4), LossStall, 1, (300, 300)),
     **{

@@ -102,14 +102,6 @@ def test_patch_and_subclass_together_change_nothing_further(name: str, tmp_path:
     assert alone.loss == both.loss
 
 
-@pytest.mark.parametrize("name", ["llama", "bert-mlm", "bert-classes", "mixtral", "wav2vec2-ctc-sum"])
-def test_one_sample(name: str, tmp_path: Path) -> None:
-    head = HEADS[name]
-    samples = head.samples[:1]
-    reference = reference_step(head, [samples])
-    assert_same_step(take_step(head, samples, 1, 1, "apply", tmp_path), reference, head.tolerance)
-
-
 @pytest.mark.parametrize("name", ["llama", "bert-mlm", "no-kwargs", "bert-classes", "llama-smoothing"])
 def test_short_last_window(name: str, tmp_path: Path) -> None:
     """Eight samples as 2 x 3: windows of three micro-batches and of one, each its own global batch."""

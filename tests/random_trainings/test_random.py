@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import hf_accum_fix
 from tests import trainings
 from tests.numerics.heads import Batch
 from tests.random_trainings.compositions import Composition, compositions, installed_once, outcome, stock, told
@@ -95,11 +93,6 @@ def test_exact_to_the_floor_or_said_on_two_ranks(composition: Composition, pair:
 # --- the test itself ----------------------------------------------------------------------------------------------
 
 
-def doing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_accum_fix, "apply", nullcontext)
-    monkeypatch.setattr(trainings, "ours", trainings.by_hand)
-
-
 def tenfold(case: Case, model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[float]:
     """Says so, and is far off."""
     logging.getLogger("hf_accum_fix").warning("the loss is not exact")
@@ -113,14 +106,6 @@ def tenfold(case: Case, model: nn.Module, batches: Sequence[Batch], steps: int) 
 def raising(case: Case, model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[float]:
     raise RuntimeError("a loop that cannot go on")
     yield 0.0
-
-
-@pytest.mark.parametrize("loop", [False, True], ids=["trainer", "loop"])
-@pytest.mark.parametrize("head", ["mean", "queue", "stack-of-rows"])
-def test_what_corrects_nothing_is_found(head: str, loop: bool, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    doing_nothing(monkeypatch)
-    found = outcome(Composition(head, seed=3, uneven=True, loop=loop), output)
-    assert found.verdict == "silent"
 
 
 def test_what_is_wrong_in_a_late_window_alone_is_found(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@
 
 The first runs the probes of one rank, the second of two; each appends a JSON line per probe. Nothing is patched.
 Unless a probe is about uneven items, all micro-batches hold equally many, so that a factor comes out as it is and
-the defects that overlap in a release do not blur each other. The modules are the tests' own wherever a row is not about
-a head of the library: they are the same in every release.
+the defects that overlap in a release do not blur each other.
 """
 
 from __future__ import annotations

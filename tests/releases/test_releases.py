@@ -35,14 +35,6 @@ def run_tests_in(release: str, *words: str, but: tuple[str, ...] = ("thorough",)
     return run_in(release, *pytest_, *words)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("release", ("4.48.3", "4.49.0"))
-def test_llava_on_one_rank_and_two(release: str) -> None:
-    """The same tests that run on the newest release: stock wrong first, then every cut exact."""
-    tests = ["tests/numerics/test_parity.py", "tests/distributed/test_two_ranks.py"]
-    assert "9 passed" in run_tests_in(release, "-k", "llava", *tests)
-
-
 @pytest.mark.parametrize("release", (pytest.param("4.49.0", marks=pytest.mark.thorough), "5.4.0"))
 def test_verify_tells_what_the_release_does(release: str) -> None:
     """LLaVA G times on 4.49.0; 1/G under a right log on 5.4.0; eval_loss."""

@@ -6,12 +6,9 @@ CI makes them beforehand. Its row of the release matrix is run there, too (.ci/r
 
 from __future__ import annotations
 
-import json
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,16 +31,6 @@ OF_THE_NEWEST = [
     for name in ("test_every_head_takes_the_full_batch_step", "test_every_cut")
     for word in ("--deselect", f"tests/loop/test_windows.py::{name}")
 ]
-TRAINS = """
-import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-rows = [{"input_ids": torch.arange(5), "labels": torch.tensor(n % 2)} for n in range(8)]
-args = TrainingArguments("out", max_steps=1, gradient_accumulation_steps=8, per_device_train_batch_size=1,
-                         logging_steps=1, report_to=[], use_cpu=True)
-Trainer(BertForSequenceClassification(config), args, train_dataset=rows).train()
-"""
 
 
 @pytest.mark.parametrize(
@@ -57,13 +44,6 @@ Trainer(BertForSequenceClassification(config), args, train_dataset=rows).train()
 )
 def test_the_core_and_the_loops(stack: str, tests: list[str]) -> None:
     run_tests_in(stack, *tests, *([] if stack == NEWEST else OF_THE_NEWEST), but=("thorough", "slow"))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stack", [OLD, NEWEST], ids=["old", "newest"])
-def test_loops_without_accelerate_and_on_two_ranks(stack: str) -> None:
-    """What is slow of the loops, but heads that stand for their class alone."""
-    run_tests_in(stack, "-k", "plain or two_ranks", "tests/loop", *([] if stack == NEWEST else OF_THE_NEWEST))
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +78,3 @@ def test_the_wheel_leaves_torch_alone_and_answers(
     assert where.startswith(str(folder)) and where.split()[1].startswith(pin.partition("==")[2])
     report = run("hf-accum-fix", "doctor", code=1).stdout
     assert report.startswith(f"transformers {release}: affected") and "untested" not in report.lower()
-    (tmp_path / "train.py").write_text(TRAINS)
-    (stock,), (ours,) = (
-        re.findall(r"'grad_norm': '?([^',}]+)", run(*words, "python", "train.py").stdout)
-        for words in ((), ("hf-accum-fix", "run"))
-    )
-    assert float(stock) > 0 and float(ours) > 0
-    output = tmp_path / "bert"
-    words = ["--head", "bert", "--steps", "3", "--total-batch", "32", "--splits", "16x2,1x32", "--output", output]
-    run("python", ROOT / "recipes" / "llava_sweep.py", *words)
-    cells: list[dict[str, Any]] = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
-    losses = {cell["losses"][0] for cell in cells if cell["mode"] in ("apply", "trainer")}
-    assert len(cells) == 8 and max(losses) == pytest.approx(min(losses), rel=1e-6)

@@ -92,6 +92,11 @@ def base_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any)
     return loss / trainer.args.gradient_accumulation_steps, outputs
 
 
+def base_times_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    return loss * trainer.args.gradient_accumulation_steps, outputs
+
+
 def sum_over_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """Right on one rank; on W ranks 1/W of it, as it does not multiply by them."""
     logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
@@ -185,6 +190,7 @@ CASES = [
         tolerance=FLOAT32, **RIGHT,
     ),
     of_head("divides-the-base", EITHER, CLASSES, DividesTheBase, **RIGHT),
+    of_head("multiplies-the-base", STOCK, CLASSES, computing(base_times_steps)),
     of_head("sum-over-the-number", EITHER, NUMBER, computing(sum_over_number), **RIGHT),
     of_head("splits-as-fetched", EITHER, MLM, SplitsAsFetched, cuts=(PAIRS,), whole=False),
     of_head("edits-tokens-in-place", GRADIENT, NUMBER, in_loss(with_other_tokens, "tensor"), of_other_tokens, **RIGHT),

@@ -57,49 +57,20 @@ class OwnGenerator(DropsKwargs):
         return logits + torch.rand(logits.shape[:1], generator=self.noise, dtype=logits.dtype)[:, None, None] * logits
 
 
-class Taught(TokenModel):
-    """Learns from a teacher, a parameter without gradient that follows it by a moving average in every forward."""
+class AverageByData(TokenModel):
+    """Its loss times an average of its own, which goes on with its calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Parameter(torch.zeros(16, 16), requires_grad=False)
-
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
-        if self.training:
-            with torch.no_grad():
-                self.teacher.mul_(0.9).add_(0.1 * self.mix.weight)
-        far = (self.mix.weight - self.teacher).square().mean()
-        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) + far}
-
-
-class Times(TokenModel):
-    """Its loss times a number of its own, which goes on with its calls."""
-
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
-        loss = shifted_cross_entropy(self.logits(input_ids), labels)
-        return {"loss": loss * self.times(loss.detach(), input_ids)}
-
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        return 1.0
-
-
-class SparseBuffer(Times):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
-
-
-class AverageByData(Times):
     def __init__(self) -> None:
         super().__init__()
         self.average = torch.zeros((), dtype=torch.float64)
 
-    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
-        self.average.data = self.average.data * 0.9 + loss
-        return self.average
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        loss = shifted_cross_entropy(self.logits(input_ids), labels)
+        self.average.data = self.average.data * 0.9 + loss.detach()
+        return {"loss": loss * self.average}
 
 
-MODELS = [OwnGenerator, Taught, SparseBuffer, AverageByData]
+MODELS = [OwnGenerator, AverageByData]
 LOGS = Case("logs-in-compute-loss", NUMBER, owning(logging_rows))
 METERED = Case("meter-in-compute-loss", NUMBER, Metered)
 CASES = [*(Case(model.__name__, of_texts(model), Ordered) for model in MODELS), LOGS, METERED]
