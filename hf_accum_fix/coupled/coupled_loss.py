@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,12 @@ from hf_accum_fix.coupled.accept import WithoutCollectives, accepted, varying
 from hf_accum_fix.coupled.cuts import cuts_of
 from hf_accum_fix.coupled.whole_window import Key, WholeWindow, kind_of
 from hf_accum_fix.engines.model import is_compiled
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import AccumFixError, ContractError, UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun
 from hf_accum_fix.options import Options
 from hf_accum_fix.trace.preserve import preserved_state
-
-if TYPE_CHECKING:
-    from hf_accum_fix.window.host import Host
 
 CONTRACT = LossContract(Reduction.WINDOW, reason="each micro-batch computes the loss of all samples of a step")
 #: Relative difference of vectors, and of losses, that rounding explains.
@@ -54,7 +52,7 @@ class CoupledLoss(WholeWindow):
         self._new: dict[str, set[str]] = {}
         self._vectors: dict[Key, float] = {}  # a sample
 
-    def open(self, host: Host, batches: Sequence[Any]) -> None:
+    def open(self, host: Training, batches: Sequence[Any]) -> None:
         """Run a window once without gradient, and keep its vectors; the first that is cut is tried, or refused."""
         self.ranks = host.world.data_ranks if self._convention == "exact" else 1
         self._new, noted, error, why, run = {}, self._noted(), None, "", None
@@ -82,7 +80,7 @@ class CoupledLoss(WholeWindow):
     def _preserved(self, run: LossRun) -> AbstractContextManager[object]:
         return preserved_state(run.model, *run.others, leave=run.leave, sharded=run.sharded)
 
-    def _collect(self, host: Host, run: LossRun, batches: Sequence[Any]) -> None:
+    def _collect(self, host: Training, run: LossRun, batches: Sequence[Any]) -> None:
         sharded = run.sharded
         alike = {kind: [each for each in batches if kind_of(each) == kind] for kind in map(kind_of, batches)}
         # A micro-batch alone is not cut.
@@ -112,7 +110,7 @@ class CoupledLoss(WholeWindow):
         """Its entries in a report."""
         return {"coupled_loss": self._convention, "coupled_at": [name or "the model" for name in self.modules]}
 
-    def _run_before(self, host: Host, run: LossRun | None, batches: Sequence[Any]) -> str:
+    def _run_before(self, host: Training, run: LossRun | None, batches: Sequence[Any]) -> str:
         """Run a window as in training, but without gradient; why it is not exact, or nothing."""
         why = ""
         try:
@@ -147,7 +145,7 @@ class CoupledLoss(WholeWindow):
         words = f"losses, or vectors in the second pass, that differ by {off:.1e}; {words}"
         return words if off > max(each for each, _ in noted) else ""
 
-    def _gather(self, host: Host, error: Exception | None, why: str, noted: Noted) -> tuple[str, bool, bool]:
+    def _gather(self, host: Training, error: Exception | None, why: str, noted: Noted) -> tuple[str, bool, bool]:
         """Add the vectors of the ranks whose samples the loss gets, in order; what one rank raises is raised on all."""
         mine = {key: [(tuple(each.shape), each.dtype) for each in its] for key, its in self.kept.items()}
         is_new = any(new or kind not in self._varied for kind, new in self._new.items())
@@ -169,7 +167,7 @@ class CoupledLoss(WholeWindow):
         return why, any(each for _, _, _, each, *_ in every), any(each for *_, each, _ in every)
 
 
-def _gathered(host: Host, own: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> list[Tensor]:
+def _gathered(host: Training, own: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> list[Tensor]:
     """The tensors of every rank in order, by a sum: each adds its own to zeros; ``shapes``: those of every rank."""
     (_, *width), dtype = next(each[0] for each in shapes if each)
     lengths = [[rows for (rows, *_), _ in each] for each in shapes]
@@ -180,7 +178,7 @@ def _gathered(host: Host, own: Sequence[Tensor], shapes: Sequence[Sequence[Any]]
     return [*torch.split(host.summed(torch.cat([*chain(*others)])).to(dtype), [*chain(*lengths)])]
 
 
-def _known(host: Host, run: LossRun, named: Sequence[str]) -> dict[str, nn.Module]:
+def _known(host: Training, run: LossRun, named: Sequence[str]) -> dict[str, nn.Module]:
     """The modules at which a loss is cut, as far as they are known; whatever never can be cut is refused."""
     norms = [name for name, each in run.model.named_modules() if isinstance(each, _BatchNorm) and each.training]
     past = host.world.size > 1 and any(hasattr(getattr(each, "loss", None), "sentence_embedder") for each in run.others)

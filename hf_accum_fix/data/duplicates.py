@@ -10,24 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import wrapt
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 
 from hf_accum_fix.counting.items import ZeroWeightBatch, has_rows, sample_count
 from hf_accum_fix.data.balancing import is_balanced
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require
 from hf_accum_fix.upstream.seams import BATCH_SHARD, DISPATCHER, STREAM_SHARD
 
-if TYPE_CHECKING:
-    from hf_accum_fix.window.host import Host
-
 logger = logging.getLogger("hf_accum_fix")
 
 
-def note_repeated(training: Host, samples: int) -> None:
+def note_repeated(training: Training, samples: int) -> None:
     """Note and log once that a training's dataloader repeats samples, over all ranks."""
     if "repeated" in training.warned:
         return

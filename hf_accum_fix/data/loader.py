@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import IterableDataset
@@ -15,12 +15,10 @@ from hf_accum_fix.data.balancing import BalancedStream, Dealer
 from hf_accum_fix.data.duplicates import WithoutDuplicates, note_repeated
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.engines.sample_shards import skip_shards
 from hf_accum_fix.options import BalanceOptions
 from hf_accum_fix.trace.preserve import overridden
-
-if TYPE_CHECKING:
-    from hf_accum_fix.window.host import Host
 
 #: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
 DEALER: Final = "_hf_accum_fix_dealer"
@@ -28,7 +26,7 @@ _WRAPPED: Final = (WholeWindows, WithoutDuplicates, BalancedStream)
 
 
 def in_windows(
-    host: Host, trainer: Any, loader: Any, opened: Callable[..., Any] | None, *, loses_the_rest: bool
+    host: Training, trainer: Any, loader: Any, opened: Callable[..., Any] | None, *, loses_the_rest: bool
 ) -> Any:
     """The train dataloader as the loop of a Trainer gets it.
 
@@ -58,7 +56,7 @@ def in_windows(
     return WholeWindows(loader, host.steps) if length_hint(loader, -1) < 0 or loses_the_rest else loader
 
 
-def skip_first_batches(training: Host, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(training: Training, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
     """Resume inside of what wraps a dataloader; a stream, whose passes upstream does not count, by its windows."""
     if isinstance(dataloader, WholeWindows) and length_hint(dataloader, -1) < 0:
         return dataloader.past(num_batches)
@@ -70,7 +68,7 @@ def skip_first_batches(training: Host, original: Callable[..., Any], dataloader:
     return original(dataloader, num_batches)
 
 
-def _balanced(host: Host, trainer: Any, loader: Any) -> Any:
+def _balanced(host: Training, trainer: Any, loader: Any) -> Any:
     """The loader with length-balanced windows, if requested."""
     args, balance = trainer.args, host.options.balance_windows
     kept = vars(trainer)
@@ -91,7 +89,7 @@ def _balanced(host: Host, trainer: Any, loader: Any) -> Any:
     return loader
 
 
-def not_dispatching(host: Host, trainer: Any) -> AbstractContextManager[None]:
+def not_dispatching(host: Training, trainer: Any) -> AbstractContextManager[None]:
     """Turn off dispatching for a stream while its loader is made, where the user left it to the Trainer.
 
     A dispatched one cannot be balanced; on several ranks the user has to decide whether every rank may read the stream.

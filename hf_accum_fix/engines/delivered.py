@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,10 @@ from hf_accum_fix.engines.engine import (
     narrow_leaves,
 )
 from hf_accum_fix.engines.precision import WindowGradient, rounding_words
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.engines.reached import Delivered, Reached
 from hf_accum_fix.engines.watched import plain
 from hf_accum_fix.options import Options
-
-if TYPE_CHECKING:
-    from hf_accum_fix.window.host import Host
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -61,7 +59,7 @@ class Steps:
         self._number = self._begun = self._of = self._stepped = 0
         self._moves = False  # an optimizer has stepped since, at a rate that is not zero
 
-    def begin(self, host: Host, model: nn.Module, micro_batches: int) -> None:
+    def begin(self, host: Training, model: nn.Module, micro_batches: int) -> None:
         """Begin a window, before its first micro-batch."""
         self.conclude(host)
         self._number, self._begun, self._of, self._stepped = host.state.opened, 1, micro_batches, 0
@@ -72,7 +70,7 @@ class Steps:
         if not (other or hasattr(model, "_get_fsdp_state") or hasattr(model, "_handle")):
             self._own = {id(each): (name, each) for name, each in model.named_parameters() if each.requires_grad}
 
-    def go_on(self, host: Host, begun: int) -> None:
+    def go_on(self, host: Training, begun: int) -> None:
         """Begin another micro-batch of it, before which no optimizer may have stepped."""
         self._begun = begun
         if self._stepped == begun - 1:
@@ -80,7 +78,7 @@ class Steps:
             words = f"{host.where}: got {found}; expected one after the last; leave stepping to the training loop"
             self.say(host, "steps within", words, found, "the optimizer steps within a window")
 
-    def weigh(self, host: Host) -> None:
+    def weigh(self, host: Training) -> None:
         """Note the weights after the first of several micro-batches, and compare them after the last."""
         own = self._own
         if self._begun == 1:
@@ -100,11 +98,11 @@ class Steps:
                 )
                 self.say(host, "weights change", words, found, "weights change within a window")
 
-    def end(self, _: Host) -> None:
+    def end(self, _: Training) -> None:
         """After the last backward: note the versions of what no optimizer has held so far; no operation."""
         self._waiting = {key: each._version for key, (_, each) in self._own.items() if key not in self._held}
 
-    def stepped(self, host: Host, optimizer: Optimizer, *_: Any) -> None:
+    def stepped(self, host: Training, optimizer: Optimizer, *_: Any) -> None:
         """Before an optimizer steps: note what it holds, and after the last backward what none has held so far."""
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._held |= held
@@ -123,7 +121,7 @@ class Steps:
             self._left = [(*each, *_largest(each[1])) for key, each in self._own.items() if key in without]
         self._moves = self._moves or any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
 
-    def conclude(self, host: Host) -> None:
+    def conclude(self, host: Training) -> None:
         """When all optimizers have stepped after a window: name what none has moved."""
         left = [each for each in self._left if self._moves and id(each[1]) not in self._held]
         own, self._own, self._waiting, self._left, self._moves = self._own, {}, {}, [], False
@@ -139,7 +137,7 @@ class Steps:
         self._lost |= {id(each) for _, each in lost}
         self._held |= {id(each) for _, each, *_ in left} - self._lost
 
-    def say(self, host: Host, name: str, words: str, found: str, reason: str) -> None:
+    def say(self, host: Training, name: str, words: str, found: str, reason: str) -> None:
         """Warn once by name; this window is not exact, for a reason, and what was found is in the report."""
         host.state.note_inexact(self._number)
         host.warn_once(name, words)
@@ -183,7 +181,7 @@ class Delivery:
         self.gradient, self.reached = WindowGradient(options.accumulate_in), Reached()
         self.steps, self._failed = Steps(self.reached), False
 
-    def ask(self, act: Callable[..., None], host: Host, *given: Any, **more: Any) -> None:
+    def ask(self, act: Callable[..., None], host: Training, *given: Any, **more: Any) -> None:
         """Run a part of the check of who steps; one that fails ends that check alone, and the report says so."""
         if self._failed:
             return
@@ -195,7 +193,7 @@ class Delivery:
             self.reached.unasked = f"; who steps is not checked: {type(error).__name__}: {error}"
             host.note(**self.reached.facts())
 
-    def listen(self, host: Host, backward: Any, loss: Tensor, **kwargs: Any) -> None:
+    def listen(self, host: Training, backward: Any, loss: Tensor, **kwargs: Any) -> None:
         """In the first window: warn if an ``accelerator.backward`` that was replaced hands on a multiple of a loss."""
         engine, function = host.accelerator, getattr(backward, "__func__", backward)
         package = (getattr(function, "__module__", None) or "").partition(".")[0]
@@ -214,7 +212,9 @@ class Delivery:
 
         loss.register_hook(heard)  # type: ignore[no-untyped-call]
 
-    def micro_batch(self, host: Host, model: nn.Module, micro_batches: int, begun: int) -> AbstractContextManager[None]:
+    def micro_batch(
+        self, host: Training, model: nn.Module, micro_batches: int, begun: int
+    ) -> AbstractContextManager[None]:
         """Around micro-batch number ``begun``: add gradients in the chosen dtype; warn once of what 16 bits lose."""
         steps, first = self.steps, begun == 1
         self.ask(*(steps.begin, host, model, micro_batches) if first else (steps.go_on, host, begun))
@@ -223,7 +223,7 @@ class Delivery:
         return self._watched(host, model, micro_batches, begun)
 
     @contextmanager
-    def _watched(self, host: Host, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
+    def _watched(self, host: Training, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
         first, last, gradient, reached = begun == 1, begun >= micro_batches, self.gradient, self.reached
         if first and not last and (found := check_engine_adds(host.accelerator, host.options.accumulate_in)):
             host.warn_inexact("16 bits", found)
@@ -241,7 +241,7 @@ class Delivery:
                 head = type(host.bare(model)).__name__
                 host.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")
 
-    def check(self, host: Host, times: Tensor | float | None) -> None:
+    def check(self, host: Training, times: Tensor | float | None) -> None:
         """Say whether what autograd delivered in this window is what the optimizer is about to use.
 
         ``times``: what the gradient was multiplied by at the window's end. A collective in a window that is checked.

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_accum_fix.errors import RankError, UnevenRanksError
+from hf_accum_fix.learning.contract import LossContract
+from hf_accum_fix.learning.look import LossRun
+from hf_accum_fix.options import Options
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -42,6 +46,79 @@ class World:
     cuts_samples: bool = False  # several ranks hold a part of each sample
     #: what the engine divides the sum over W ranks by, of W, where they share samples; None: not measured.
     over_ranks: float | None = None
+
+
+class Training(Protocol):
+    """What engines, data, router and coupled losses ask of a training (`window.host.Host`)."""
+
+    options: Options
+    world: World
+    name: str  # of the trainer
+    warned: set[str]  # names of the warnings that were given
+    state: Any  # of its windows
+    context_parallel: bool  # its step would cut samples
+
+    @property
+    def accelerator(self) -> Any:
+        """The ``accelerate.Accelerator``; None: there is none."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, but for DDP."""
+
+    @property
+    def rounds_products(self) -> bool:
+        """Whether matrix products are less precise than float32."""
+
+    @property
+    def zero(self) -> Tensor:
+        """A count of nothing, 0-dim."""
+
+    @property
+    def head(self) -> str:
+        """The model's class, for messages."""
+
+    @property
+    def where(self) -> str:
+        """The open window, for messages."""
+
+    @property
+    def steps(self) -> int:
+        """G of a full window."""
+
+    @property
+    def contract(self) -> LossContract | None:
+        """How the loss is reduced; None: it was not observed yet."""
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Sum numbers over ranks: a collective."""
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        """Concatenate the ranks' lists in order: a collective."""
+
+    def run_counting(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
+        """The trained loss, to be run on micro-batches of a window while the context is open."""
+
+    def all_of(self, value: Value, error: Exception | None) -> list[Value]:
+        """The value of every rank, in order; the error of one is raised on all."""
+
+    def contained(self, what: str, look: Callable[[], Value], instead: Value) -> Value:
+        """The result of looking at something, or ``instead`` if that fails."""
+
+    def note_trouble(self, what: str, error: Exception) -> None:
+        """Warn once that a look failed; from the next window on the training is stock's, on every rank."""
+
+    def warn_once(self, name: str, message: str) -> None:
+        """Warn once for each name."""
+
+    def warn_inexact(self, name: str, message: str) -> None:
+        """Warn once, and count this window as inexact."""
+
+    def note(self, **facts: Any) -> None:
+        """Keep more facts for report()."""
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        """The model without the engine's wrappers."""
 
 
 def all_gather_or_raise(

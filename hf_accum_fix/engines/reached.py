@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -27,10 +27,8 @@ from torch.nn.functional import pad
 from hf_accum_fix.counting.items import count_dtype
 from hf_accum_fix.engines.difference import Difference, looks_like
 from hf_accum_fix.engines.engine import before_the_step, is_deepspeed, reduced_in
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.engines.watched import ELEMENTS, PARAMETERS, Watched, choose, own_hooks, watch
-
-if TYPE_CHECKING:
-    from hf_accum_fix.window.host import Host
 
 #: Windows in which it is tried, until one has a gradient that is finite and not zero (fp16 begins with overflows).
 ATTEMPTS: Final = 8
@@ -92,7 +90,7 @@ class Reached:
         self._model: Any = None
 
     @contextmanager
-    def micro_batch(self, ranks: Host, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
+    def micro_batch(self, ranks: Training, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
         """Around one forward and backward; with DeepSpeed, which steps in there, it compares before the step."""
         if first or not self._open:
             self._begin(ranks, model)
@@ -119,7 +117,7 @@ class Reached:
                 hook.remove()
         self._complete = last
 
-    def _begin(self, ranks: Host, model: nn.Module) -> None:
+    def _begin(self, ranks: Training, model: nn.Module) -> None:
         self._window, self._watched, self._found, self._micro_batches = self._window + 1, [], None, 0
         self._complete, self._open, self._model, self._unchosen = False, True, model, ""
         try:
@@ -134,11 +132,11 @@ class Reached:
             self._unchosen = f"{type(error).__name__}: {error}"
         self._joins = self._found is None
 
-    def _compare(self, ranks: Host) -> None:
+    def _compare(self, ranks: Training) -> None:
         if self._found is None:
             self._found = self._judge(ranks, 1.0)
 
-    def close(self, ranks: Host, times: Tensor | float | None) -> Delivered | None:
+    def close(self, ranks: Training, times: Tensor | float | None) -> Delivered | None:
         """The verdict on a window that ended; None: there is none. A collective in a window that is checked.
 
         ``times``: what the gradient was multiplied by after the last micro-batch; None: nothing.
@@ -155,7 +153,7 @@ class Reached:
             self.idle = verdict.final or self._window >= ATTEMPTS
         return verdict
 
-    def _judge(self, ranks: Host, times: float) -> Delivered:
+    def _judge(self, ranks: Training, times: float) -> Delivered:
         try:
             narrow = reduced_in(ranks.accelerator, self._model) if ranks.world.data_ranks > 1 else []
             found = judge(ranks, self._watched, times, self._micro_batches, narrow)
@@ -174,7 +172,7 @@ class Reached:
         return {"reached_optimizer": words, "reached_optimizer_error": self.verdict.error, **why}
 
 
-def unsuitable(ranks: Host) -> str:
+def unsuitable(ranks: Training) -> str:
     """Why the engine does not allow the check; empty: it does."""
     if ranks.world.data_ranks not in (1, ranks.world.size):
         return f"{ranks.world.size} ranks share the samples in {ranks.world.data_ranks} groups"
@@ -191,7 +189,7 @@ def unsuitable(ranks: Host) -> str:
 
 
 @torch.no_grad()
-def judge(ranks: Host, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Delivered:
+def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int, narrow: Sequence[str]) -> Delivered:
     """Compare what was delivered on all ranks with what is used on this one: two collectives.
 
     Args:

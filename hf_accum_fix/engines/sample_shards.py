@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -25,11 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_accum_fix.engines.engine import is_deepspeed
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options
-
-if TYPE_CHECKING:
-    from hf_accum_fix.window.host import Host
 
 #: Labels that were shifted before the samples were cut.
 SHIFTED: Final = "shift_labels"
@@ -205,7 +203,7 @@ def measured_divisor(accelerator: Any, data_ranks: int) -> float:
     return data_ranks / moved
 
 
-def compare_samples(host: Host, batches: Sequence[Any]) -> None:
+def compare_samples(host: Training, batches: Sequence[Any]) -> None:
     """Before context parallelism cuts the first window: warn if ranks that share a sample got different ones."""
     if host.world.over_ranks is None:
         compared = partial(other_samples, host.accelerator, batches, host.gather)
@@ -213,7 +211,7 @@ def compare_samples(host: Host, batches: Sequence[Any]) -> None:
             host.warn_inexact("other samples", f"{host.name}: {words}")
 
 
-def complete_shards(host: Host, batches: Sequence[Any]) -> None:
+def complete_shards(host: Training, batches: Sequence[Any]) -> None:
     """Before a window of cut samples is counted: give it its labels, and find what the engine divides by."""
     for each in batches:
         complete_shard(each)
@@ -223,7 +221,7 @@ def complete_shards(host: Host, batches: Sequence[Any]) -> None:
         host.world.over_ranks = divisor / host.world.data_ranks
 
 
-def check_shift(host: Host) -> None:
+def check_shift(host: Training) -> None:
     """Count a window of cut samples as inexact, if what is counted was not shifted before they were cut."""
     items = None if host.contract is None else host.contract.items
     if items is not None and items.keys[:1] != (SHIFTED,):

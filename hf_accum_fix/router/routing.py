@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from hf_accum_fix.counting.items import as_weight
 from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.ranks import Training
 from hf_accum_fix.errors import BY_DESIGN, StandAsideError
 from hf_accum_fix.learning.look import errors_of_forward, is_of_forward
 from hf_accum_fix.router.router_loss import Form, RouterLoss, one_form
-
-if TYPE_CHECKING:
-    from hf_accum_fix.window.host import Host
 
 Value = TypeVar("Value")
 
 
 def count_routing(
-    host: Host, router: RouterLoss, batches: Sequence[Any], error: Exception | None
+    host: Training, router: RouterLoss, batches: Sequence[Any], error: Exception | None
 ) -> tuple[Tensor, Exception | None]:
     """This rank's routing counts of a window, to be summed over ranks, and its error.
 
@@ -51,7 +49,7 @@ def count_routing(
 
 
 def _by_forwards(
-    host: Host,
+    host: Training,
     router: RouterLoss,
     batches: Sequence[Any],
     error: Exception | None,

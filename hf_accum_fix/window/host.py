@@ -21,7 +21,7 @@ from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.delivered import Delivery
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.engines.model import decoder_pad, inside_ddp, products_are_rounded
-from hf_accum_fix.engines.ranks import World
+from hf_accum_fix.engines.ranks import Training, World
 from hf_accum_fix.errors import BY_DESIGN, ContractError
 from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
@@ -38,7 +38,7 @@ MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch 
 MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run except to train"
 
 
-class Host(ABC):
+class Host(Training, ABC):
     """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here."""
 
     name: str  # of the trainer
@@ -56,19 +56,9 @@ class Host(ABC):
         self.warned: set[str] = set()  # names of the warnings that were given
 
     @property
-    @abstractmethod
-    def head(self) -> str:
-        """The model's class, for messages."""
-
-    @property
     def where(self) -> str:
         """The open window, for messages."""
         return f"window {self.state.opened}"
-
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """G of a full window."""
 
     @property
     def zero(self) -> Tensor:
@@ -125,10 +115,6 @@ class Host(ABC):
         """Outputs of a forward; a model that takes num_items_in_batch gets the number."""
         given = {"num_items_in_batch": number} if self.source.passes_number and number is not None else {}
         return model(**{**inputs, **given})
-
-    @abstractmethod
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Sum numbers over ranks: a collective."""
 
     def gather(self, values: list[Any]) -> list[Any]:
         """Concatenate the ranks' lists, of one value each, in order: a collective; accelerate's needs its own state."""
