@@ -41,7 +41,6 @@ MADE_BY_STEP = "its training_step never calls the Trainer's, and is not run exce
 class Host(Training, ABC):
     """One training: it runs its loss, sums and gathers over ranks, and knows facts; all else is done here."""
 
-    name: str  # of the trainer
     #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
     trained: nn.Module | None
     accelerator: Any  # the ``accelerate.Accelerator``; None: there is none
