@@ -35,7 +35,7 @@ print(process_time(), *sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)
 """
     env = environment(**with_bytecode_in(tmp_path))
     # doctor imports the Trainer in another process.
-    done = [start([sys.executable, "-c", script], env) for _ in range(2 if words == ["doctor"] else 6)]
+    done = [start([sys.executable, "-c", script], env) for _ in range(2 if words == ["doctor"] else 3)]
     assert all(each.stdout for each in done), done[0].stderr
     assert {word for each in done for word in each.stderr.split()[1:]} == set()
     assert min(float(each.stderr.split()[0]) for each in done) < QUICK

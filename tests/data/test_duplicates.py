@@ -112,8 +112,9 @@ def others(head: Head) -> Step:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "bert-mlm", "bert-classes", "no-kwargs", "uses-int", "wav2vec2-ctc-sum", "llama-smoothing",
-     *([] if before("4.46") else ["func-with-mean", "func-with-number"])],
+    ["llama", "bert-mlm", "bert-classes", "uses-int", "wav2vec2-ctc-sum",
+     *(pytest.param(name, marks=pytest.mark.slow) for name in
+       ("no-kwargs", "llama-smoothing", *([] if before("4.46") else ["func-with-mean", "func-with-number"])))],
 )  # fmt: skip
 def test_the_step_is_that_of_the_others(name: str, tmp_path: Path) -> None:
     head = HEADS[name]

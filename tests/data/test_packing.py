@@ -57,7 +57,7 @@ def fewest_by_trying(ascending: Sequence[int], count: int, cap: int, max_rows: i
 
 
 @given(windows(), st.booleans(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_sample_once_and_no_bound_broken(
     window: tuple[list[int], int, int, int], lockstep: bool, data: st.DataObject
 ) -> None:
@@ -75,7 +75,7 @@ def test_every_sample_once_and_no_bound_broken(
 
 
 @given(windows())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_never_more_padding_than_stock(window: tuple[list[int], int, int, int]) -> None:
     lengths, steps, ranks, rows = window
     [own] = pack(lengths, steps * ranks, rows=rows)
@@ -83,7 +83,7 @@ def test_never_more_padding_than_stock(window: tuple[list[int], int, int, int]) 
 
 
 @given(windows(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_cut_of_the_sorted_window_pads_less(window: tuple[list[int], int, int, int], data: st.DataObject) -> None:
     """Beside the recursion over all cuts, under every cap that fits."""
     lengths, steps, ranks, _ = window
