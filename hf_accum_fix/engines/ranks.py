@@ -54,13 +54,10 @@ class Training(Protocol):
     options: Options
     world: World
     name: str  # of the trainer
+    accelerator: Any  # the ``accelerate.Accelerator``; None: there is none
     warned: set[str]  # names of the warnings that were given
     state: Any  # of its windows
     context_parallel: bool  # its step would cut samples
-
-    @property
-    def accelerator(self) -> Any:
-        """The ``accelerate.Accelerator``; None: there is none."""
 
     @property
     def model(self) -> nn.Module:

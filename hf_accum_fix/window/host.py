@@ -43,7 +43,6 @@ class Host(Training, ABC):
 
     #: the model as the engine runs it; None: a loop's loss is custom, or it has no micro-batch.
     trained: nn.Module | None
-    accelerator: Any  # the ``accelerate.Accelerator``; None: there is none
     coupled: CoupledLoss | None = None  # its loss over the whole window; None: it is each micro-batch's
     context_parallel = False  # its step would cut samples
 
