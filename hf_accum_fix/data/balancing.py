@@ -37,9 +37,7 @@ _ROWS_AT_ONCE = 10_000
 
 def unfit(contract: LossContract) -> str | None:
     """The reason why windows of this loss must not be length-balanced; None: they may."""
-    if contract.conclusive and not contract.is_weighed:
-        return contract.reason
-    return None
+    return contract.reason if contract.conclusive and not contract.is_weighed else None
 
 
 def is_balanced(loader: Any) -> bool:

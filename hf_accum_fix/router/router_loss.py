@@ -15,7 +15,7 @@ where nothing is trained:
     router = RouterLoss(Convention("exact"))
     for window in windows:                                           # lists of micro-batches
         if router.form is None:                                      # once; the same on every rank
-            router.form = router.recognise(forward, window[0], model, device)
+            router.form = router.recognise(forward, window[0], model)
         numbers = router.count(forward, window, model, device, world_size)
         total = accelerator.reduce(numbers, "sum")                   # or with the item count, in one collective
         router.settle(total, len(window), world_size)
@@ -203,16 +203,14 @@ class RouterLoss:
                 "and for kernels that differ without gradient",
             )
 
-    def recognise_among(
-        self, forward: Forward, window: Sequence[Any], items: Items | None, model: nn.Module, device: torch.device
-    ) -> Form:
+    def recognise_among(self, forward: Forward, window: Sequence[Any], items: Items | None, model: nn.Module) -> Form:
         """`recognise` on the micro-batch with the most ``items`` (None: the first); not settled if there is none."""
         if not window:
             return Form(settled=False)
         most = max(window, key=lambda each: float(items.count(each)) if items and items.has_targets(each) else 0.0)
-        return self.recognise(forward, most, model, device)
+        return self.recognise(forward, most, model)
 
-    def recognise(self, forward: Forward, inputs: Any, model: nn.Module, device: torch.device) -> Form:
+    def recognise(self, forward: Forward, inputs: Any, model: nn.Module) -> Form:
         """Recognise the model's own loss on one micro-batch, by two forwards without gradient; sets nothing.
 
         Its function is compared with the form on random logits, and shifted, to measure its coefficient.

@@ -35,7 +35,7 @@ def count_routing(
         if len(set(lengths)) > 1:
             raise ranks.uneven(dict(enumerate(lengths)))
     if router.form is None or not router.form.settled:
-        recognise = partial(router.recognise_among, window=batches, items=contract.items, device=device)
+        recognise = partial(router.recognise_among, window=batches, items=contract.items)
         seen, error = _by_forwards(host, router, batches, error, recognise, Form(settled=False))
         forms, troubled = zip(*host.all_of((seen, host.state.told.troubled), error), strict=True)
         if any(troubled):

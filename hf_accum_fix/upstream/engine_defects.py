@@ -76,12 +76,9 @@ def engine_defects_of(package: str, release: str) -> tuple[EngineDefect, ...]:
 
 
 def installed_engine_defects() -> tuple[tuple[str, EngineDefect], ...]:
-    """The installed release of each package in the table, with each of its defects."""
-    found = []
-    for package in dict.fromkeys(row.package for row in ENGINE_DEFECTS):
-        try:
-            release = version(package)
-        except PackageNotFoundError:
-            continue
-        found += [(release, row) for row in engine_defects_of(package, release)]
-    return tuple(found)
+    """The installed release of DeepSpeed, with each of its defects."""
+    try:
+        release = version("deepspeed")
+    except PackageNotFoundError:
+        return ()
+    return tuple((release, row) for row in engine_defects_of("deepspeed", release))

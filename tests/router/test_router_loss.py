@@ -54,7 +54,7 @@ def looped(model: nn.Module, window: Sequence[Batch], convention: str) -> tuple[
     """Gradient of the router's loss alone, by the loop that the module describes, on one rank."""
     router = RouterLoss(Convention(convention))
     if convention != "mean":
-        router.form = router.recognise(loss_of(model), window[0], model, CPU)
+        router.form = router.recognise(loss_of(model), window[0], model)
         router.settle(router.count(loss_of(model), window, model, CPU, 1), len(window), 1)
     model.zero_grad()
     for index, inputs in enumerate(window):
@@ -111,7 +111,7 @@ def test_both_passes_draw_alike_and_the_first_leaves_nothing() -> None:
     buffers = {name: each.clone() for name, each in model.named_buffers()}
     router = RouterLoss(Convention.EXACT)
     window = pieces(MIXTRAL, 8)
-    router.form = router.recognise(loss_of(model), window[0], model, CPU)
+    router.form = router.recognise(loss_of(model), window[0], model)
     router.settle(router.count(loss_of(model), window, model, CPU, 1), 4, 1)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(each, buffers[name]) for name, each in model.named_buffers())
@@ -144,7 +144,7 @@ def test_the_identical_function_comes_back(modeling: Any) -> None:
 
     router = RouterLoss(Convention.EXACT)
     window = pieces(MIXTRAL, 16)
-    router.form = router.recognise(forward, window[0], model, CPU)
+    router.form = router.recognise(forward, window[0], model)
     with pytest.raises(ValueError, match="midst"):
         router.count(forward, window, model, CPU, 1)
     assert vars(modeling)[FUNCTION] is original
@@ -153,7 +153,7 @@ def test_the_identical_function_comes_back(modeling: Any) -> None:
 
 
 def recognised(model: nn.Module, inputs: Batch) -> Form:
-    return RouterLoss(Convention.EXACT).recognise(loss_of(model), inputs, model, CPU)
+    return RouterLoss(Convention.EXACT).recognise(loss_of(model), inputs, model)
 
 
 def squares(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> Tensor:
