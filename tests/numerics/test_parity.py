@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.distributed.test_two_ranks import REDUCED
 from tests.logged import Said
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.heads.detection import LW_DETR
@@ -20,8 +21,8 @@ from tests.numerics.heads.vision import frozen_batch_norm
 from tests.numerics.parity import Step, contract_of, cut, reference_step, reference_windows, take_step
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
-#: The everyday tests run one sample to a micro-batch of every head that stands for more than its class, "zoo" that of
-#: the others, and the first in several; the rest, which shows nothing new, is "thorough".
+#: The everyday tests run one sample to a micro-batch of a head of each reduction, "slow" that of the others, and the
+#: first in several; the rest, which shows nothing new, is "thorough".
 ONE, SEVERAL = (1, 8), (4, 2)
 #: The everyday tests run these by the subclass as well, the others by the patch.
 BY_SUBCLASS = ("llama", "bert-classes", "mixtral", "lora", "wav2vec2-ctc-sum", "func-with-mean", "no-kwargs")
@@ -32,7 +33,7 @@ def every_cut() -> Iterator[Any]:
     """Every head and cut, as parameters."""
     for name, head in HEADS.items():
         for split in SPLITS:
-            marks = [] if split == ONE and head.everyday and not head.in_zoo else [pytest.mark.slow]
+            marks = [] if split == ONE and name in REDUCED else [pytest.mark.slow]
             stands_alone = head.in_zoo or not head.everyday
             if split not in (ONE, SEVERAL) or (stands_alone and split != ONE):
                 marks = [pytest.mark.thorough]
