@@ -48,6 +48,8 @@ FOUND = EXACT | found("""
       tasks r-drop wide alike,whole 1x8 missing=1 seed=2790 even loop
     a learnt gate over a loss that divides by the number
       number-and-kind-detached super-and-teacher-gated left rare,rare 4x2 missing=1 seed=31714
+    a factor that is nan in a part without a target, and no row's own
+      weighted-elements super-over-itself left rare,ragged,alike,whole 1x8 missing=4 seed=6935 declares-false
     a weight that is nan without a target
       mean-and-kind-normalised super-and-teacher-stop-gradient wide ragged,rare 2x4 seed=14744 uneven loop
     two terms counted by one rule, whose sums agree by chance
