@@ -238,7 +238,9 @@ def _judge(
     # Each row has its own count, of the loss function or in the code.
     rows = place is None and whole.divides
     below = range(whole.above, len(columns))
-    of_rows = {at for at in below if any(each.numbers[at] != terms[0].numbers[at] for terms in its for each in terms[1:])}
+    of_rows = {
+        at for at in below if any(each.numbers[at] != terms[0].numbers[at] for terms in its for each in terms[1:])
+    }
     guarded = _guarded(first, compared)
     counts = tuple(
         at

@@ -21,7 +21,7 @@ QUICK = 0.3
 HEAVY = {"torch", "transformers", "accelerate", "wrapt"}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["explain"], ["doctor"], ["run", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["doctor"], ["run", "--help"]], ids=" ".join)
 def test_it_starts_light(words: list[str], tmp_path: Path) -> None:
     script = f"""
 import sys

@@ -103,7 +103,7 @@ def test_patch_and_subclass_together_change_nothing_further(name: str, tmp_path:
     assert alone.loss == both.loss
 
 
-@pytest.mark.parametrize("name", ["llama", "bert-mlm", "no-kwargs", "bert-classes", "llama-smoothing"])
+@pytest.mark.parametrize("name", ["no-kwargs", "bert-classes", "llama-smoothing"])
 def test_short_last_window(name: str, tmp_path: Path) -> None:
     """Eight samples as 2 x 3: windows of three micro-batches and of one, each its own global batch."""
     head = HEADS[name]
@@ -153,6 +153,7 @@ def test_the_sum_warns_that_it_grows(tmp_path: Path, said: Said) -> None:
     assert len(said("grows with the global batch")) == 1
 
 
+@pytest.mark.slow
 def test_a_micro_batch_without_boxes_under_groups_of_queries(tmp_path: Path) -> None:
     """LW-DETR divides by boxes x groups, but by at least one box of all groups together."""
 
