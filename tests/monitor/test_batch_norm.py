@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.monitor.batch_norm import _uneven, check_batch_norm
 from tests.monitor.side_by_side import OneOf, side_by_side
@@ -40,6 +44,20 @@ def test_parameters_the_optimizer_does_not_hold_are_told() -> None:
     assert stale.kind == "batch-norm-stale-parameters" and "2 are not held by the optimizer" in stale.message
     model[1].requires_grad_(False)
     assert kinds(model, optimizer=held) == []
+
+
+def test_torchs_own_converter_after_wrapping_keeps_the_parameters(tmp_path: Path) -> None:
+    """What the wrong order does with torch's converter: told, and not called stale."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(network())
+        before = [id(parameter) for parameter in wrapped.parameters()]
+        assert kinds(wrapped) == []
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
+        assert [id(parameter) for parameter in converted.parameters()] == before
+        assert kinds(converted) == ["sync-batch-norm-after-ddp"]
+    finally:
+        dist.destroy_process_group()
 
 
 def uneven(batch: int, accumulation: int, shift: bool, seed: int) -> bool:
