@@ -238,9 +238,7 @@ def _judge(
     # Each row has its own count, of the loss function or in the code.
     rows = place is None and whole.divides
     below = range(whole.above, len(columns))
-    of_rows = {
-        at for at in below if any(each.numbers[at] != terms[0].numbers[at] for terms in its for each in terms[1:])
-    }
+    of_rows = {at for at in below for terms in its if len({each.numbers[at] for each in terms}) > 1}
     guarded = _guarded(first, compared)
     counts = tuple(
         at
@@ -278,7 +276,7 @@ def _judge(
 
 
 def _with_common_floors(seen: Sequence[Term]) -> Sequence[Term]:
-    """Terms with what they divide by, where that is the count below a floor by other floors, or in some looks alone."""
+    """Terms with what they divide by in place of the count below a floor, unless all looks show the same floor."""
     columns = zip(*([each.floor for each in term.factors] for term in seen), strict=True)
     others = [len({*floors}) > 1 for floors in columns]
 
@@ -306,8 +304,10 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     """`_judge` of a term with factors that differ."""
     whole, values, spec = term.seen[0], term.values, term.spec
     d = [1 / each.product(spec.counts) if all(each.numbers[at] for at in spec.counts) else 0.0 for each in term.seen]
-    # A part without items divides by at least 1.
-    without = [0.0 if n == 1 and each.value == 0 else n for n, each in zip(d, term.seen, strict=True)]
+    floors = [each.factors[spec.counts[0]].floor if len(spec.counts) == 1 else None for each in term.seen]
+    # A part without items divides by at least 1, if a floor may have hidden that.
+    pairs = zip(d, term.seen, floors, strict=True)
+    without = [0.0 if by is None and n == 1 and each.value == 0 else n for n, each, by in pairs]
     d = without if compared.split.apart and is_near(without[0], without[1] + without[2], 1e-5) else d
     if compared.are_numbers(d):
         # A mean times items / number.
@@ -319,7 +319,6 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
     if whole.by_classes and not any(rule.mix for rule in rules):
         # The classes of this batch may weigh alike.
         rules = {}
-    floors = [each.factors[spec.counts[0]].floor if len(spec.counts) == 1 else None for each in term.seen]
     # By a rule it is known before the forward.
     floor = floors[0] if len({*floors}) == 1 and not (rules and floors[0] == NO_FLOOR) else None
     mean = term.but(how=How.MEAN, rules=rules, counted=tuple(d), floor=floor)
@@ -332,8 +331,8 @@ def _judged_mean(term: Judged, compared: Comparison, before: Sequence[Judged]) -
         return mean.but("its micro-batches are of several widths and cannot be joined; it may be a mean over padding")
     if not compared.split.apart and (rules or whole.divides):
         return mean
-    pairs = zip(term.seen, compared.looks, strict=True)
-    if whole.rows and any(seen.rows * compared.whole.samples != whole.rows * look.samples for seen, look in pairs):
+    looks = zip(term.seen, compared.looks, strict=True)
+    if whole.rows and any(seen.rows * compared.whole.samples != whole.rows * look.samples for seen, look in looks):
         return term.but("it is a mean over elements of a sample, not over the samples")
     # Lists of targets divide by at least 1.
     listed = any(rule.entry is not None for rule in rules)

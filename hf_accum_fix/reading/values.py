@@ -35,8 +35,8 @@ class Values(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[Any, tuple[Tensor, int]] = {}
-        #: by place in memory a number, its version, and the count that made it, perhaps itself, and the floor, if one
-        #: did; without both: a constant.
+        #: by place in memory a number, its version, the count that made it, perhaps itself, and the floor, if one did;
+        #: `NO_FLOOR`: it is a sum; without both: a constant.
         self._made: dict[Any, tuple[Tensor, int, Tensor | None, Floor | None]] = {}
         #: counts that Python has read, or compared with a floor; without one: there may be one of 1.
         self._read: list[tuple[Any, Floor | None]] = []

@@ -5,6 +5,7 @@ Whether a release has one is decided by its number; `engines.engine.check_engine
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -76,9 +77,10 @@ def engine_defects_of(package: str, release: str) -> tuple[EngineDefect, ...]:
 
 
 def installed_engine_defects() -> tuple[tuple[str, EngineDefect], ...]:
-    """The installed release of DeepSpeed, with each of its defects."""
-    try:
-        release = version("deepspeed")
-    except PackageNotFoundError:
-        return ()
-    return tuple((release, row) for row in engine_defects_of("deepspeed", release))
+    """The installed release of each package in the table, with each of its defects."""
+    found = list[tuple[str, EngineDefect]]()
+    for package in dict.fromkeys(row.package for row in ENGINE_DEFECTS):
+        with suppress(PackageNotFoundError):
+            release = version(package)
+            found += [(release, row) for row in engine_defects_of(package, release)]
+    return tuple(found)

@@ -194,7 +194,8 @@ class _MicroBatch:
         if by_chance and spec.floor is not None and on_host(divisor) and divisor <= spec.floor.least:
             self.part.changed = f"{term.name} divides by its floor, and the count below it was not seen"
         elif below is not None:
-            if differ(kept(below, spec.floor), kept(divisor, None)):
+            # No operation on a device, where nothing is compared.
+            if on_host(divisor) and differ(kept(below, spec.floor), kept(divisor, None)):
                 self.part.changed = f"{term.name} divides by another function of its count than in the observed batch"
             seen = planned if below.dtype.itemsize < 4 else below.to(count_dtype(below.device)).reshape(())
         elif spec.counts and (not is_function or (rule is not None and rule.entry is not None)):

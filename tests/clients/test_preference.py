@@ -1,7 +1,7 @@
 """TRL's preference trainers, exact where the last micro-batch is short; GRPO and RLOO, left as TRL means them.
 
 Where the last one is short, the mean over micro-batches that upstream takes is 0.15 to 0.22 off. Those that sample
-their answers make their inputs too late to be observed, so that they are stock's, and said.
+their answers make their inputs too late to be observed, so that they are stock's, with a warning.
 """
 
 from __future__ import annotations
