@@ -214,11 +214,6 @@ class AccumulationWindows:
         return self._host.options.contract or self._host.contract
 
     @property
-    def world_size(self) -> int:
-        """W, data-parallel ranks."""
-        return self._host.world.size
-
-    @property
     def steps(self) -> int:
         """G, micro-batches of a full window."""
         return self._host.steps
@@ -262,7 +257,7 @@ class AccumulationWindows:
                 )
         host.contained("reading what windows have shown", host.read, None)
         host.trained = None
-        if self.world_size > 1:
+        if host.world.size > 1:
             # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.
             host.open([])
 

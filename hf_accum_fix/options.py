@@ -23,10 +23,11 @@ CHOICES: Final = {
     "router_loss": ("mean", "exact"),
     "coupled_loss": ("micro-batch", "rank", "exact"),
     "accumulate_in": ("parameter", "float32"),
+    "out_of_memory": ("raise", "split"),
 }
 
 #: The options that `accumulation_windows` does not take.
-_OF_TRAINERS: Final = ("allow_foreign", "eval_loss", "balance_windows")
+_OF_TRAINERS: Final = ("allow_foreign", "eval_loss", "balance_windows", "out_of_memory")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Options:
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
         accumulate_in: the dtype that sums gradients of 16-bit parameters: "parameter", their own, as torch does;
             "float32", 4 more bytes per parameter.
+        out_of_memory: what becomes of a micro-batch that runs out of memory: "raise" its error; "split", it runs in
+            pieces, at the gradient of the whole.
 
     Raises:
         OptionsError: if a value is none of these, or does not go with another.
@@ -92,6 +95,7 @@ class Options:
     coupled: tuple[str, ...] = ()
     balance_windows: bool | BalanceOptions = False
     accumulate_in: str = "parameter"
+    out_of_memory: str = "raise"
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as one string instead of a tuple."""

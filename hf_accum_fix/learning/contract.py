@@ -125,6 +125,8 @@ class LossContract:
     cause: Cause | None = None
     grows: bool = False  # it is nearer to the sum of its parts than to their mean, as far as it can be read
     unchecked: str = ""  # why coupled samples would not be detected; empty: they would
+    #: blocks of rows, and rows of one that belong together, by which a batch can be cut; 0: it was not seen to add up.
+    cut_by: tuple[int, int] = (0, 0)
     conclusive: bool = True  # False: it is observed again in the next window
     reason: str = "given"  # how it was found, in one sentence
 

@@ -51,7 +51,7 @@ class Split(NamedTuple):
     @property
     def pads(self) -> bool:
         """Whether a part is padded further in the whole."""
-        return self.apart and bool(_widths(self.one) ^ _widths(self.other))
+        return self.apart and bool(row_sizes(self.one) ^ row_sizes(self.other))
 
 
 def splits(window: Sequence[Batch], *, has_decoder: bool = False) -> Iterator[Split]:
@@ -71,7 +71,7 @@ def splits(window: Sequence[Batch], *, has_decoder: bool = False) -> Iterator[Sp
         # A micro-batch that cannot be joined is left out.
         whole = (sample_count(whole) < _ENOUGH and join(whole, other)) or whole
     yield from _narrowed(whole, has_decoder=has_decoder)
-    if sample_count(batch) > 1 and _can_divide(batch):
+    if sample_count(batch) > 1 and can_divide(batch):
         rows = range(1, sample_count(batch))
         yield Split(batch, take_rows(batch, [0]), take_rows(batch, rows))
     if (twice := join(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
@@ -91,12 +91,12 @@ def _ordered(window: Sequence[Batch]) -> list[Batch]:
     batch, *rest = sorted(window, key=targets, reverse=True)
     # What has no target shows nothing, but beside a single sample.
     others = [each for each in reversed(rest) if targets(each)] or (rest if sample_count(batch) == 1 else [])
-    return [batch, *sorted(others, key=lambda each: (not _widths(batch) ^ _widths(each), _size(batch, each)))]
+    return [batch, *sorted(others, key=lambda each: (not row_sizes(batch) ^ row_sizes(each), _size(batch, each)))]
 
 
 def _size(one: Batch, other: Batch) -> int:
     """Positions of two micro-batches as one, in the memory of which it has to run."""
-    width = max((columns for _, columns in _widths(one) | _widths(other)), default=1)
+    width = max((columns for _, columns in row_sizes(one) | row_sizes(other)), default=1)
     return (sample_count(one) + sample_count(other)) * width
 
 
@@ -104,7 +104,7 @@ def _halves(batch: Batch, blocks: int) -> tuple[Batch, Batch, Batch] | None:
     """One micro-batch, and the halves of it in which so many blocks of rows have a half each; None: it has none."""
     rows = sample_count(batch)
     height, rest = divmod(rows, blocks)
-    if height < 2 or rest or not _can_divide(batch, height if blocks > 1 else 0):
+    if height < 2 or rest or not can_divide(batch, height if blocks > 1 else 0):
         return None
     first = [row for row in range(rows) if row % height < height // 2]
     last = [row for row in range(rows) if row % height >= height // 2]
@@ -114,7 +114,7 @@ def _halves(batch: Batch, blocks: int) -> tuple[Batch, Batch, Batch] | None:
 def _narrowed(whole: Batch, *, has_decoder: bool) -> Iterator[Split]:
     """The first rows with a target and all others, and the last ones and all others, as narrow as they are."""
     rows = sample_count(whole)
-    if rows < 2 or not _can_divide(whole):
+    if rows < 2 or not can_divide(whole):
         return
     rule = next(ways_of_counting(whole))
     counts = [float(rule.count(take_rows(whole, [row]))) for row in range(rows)]
@@ -158,7 +158,7 @@ def narrow(part: Batch, *, has_decoder: bool) -> dict[str, Any]:
     return {key: cut(key, value) for key, value in part.items()}
 
 
-def _widths(batch: Batch) -> set[tuple[str, int]]:
+def row_sizes(batch: Batch) -> set[tuple[str, int]]:
     """The numbers that a row has of inputs that have rows and columns."""
     each = ((key, v) for part in _mappings_in(batch) for key, v in part.items() if isinstance(v, Tensor))
     return {(key, math.prod(v.shape[1:])) for key, v in each if v.ndim > 1 and _is_plain(v)}
@@ -172,7 +172,7 @@ def _mappings_in(batch: Batch) -> Iterator[Batch]:
             yield from _mappings_in(value)
 
 
-def _can_divide(batch: Batch, height: int = 0) -> bool:
+def can_divide(batch: Batch, height: int = 0) -> bool:
     """Whether a batch can be split by rows: every input has as many, or ``height``, where no input is a mapping."""
     parts, heights = [*_mappings_in(batch)], {sample_count(batch), height or sample_count(batch)}
     if height and len(parts) > 1:

@@ -71,6 +71,7 @@ class Setting:
     has_stock: bool = False  # a Trainer hands its number on, so that what cannot be read may stay as it is there
     #: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
     is_cut: bool = False
+    halves: bool = False  # where a split runs out of memory, the samples are halved
     doubt: str = ""  # why it is not exact, whatever is observed; empty: there is no reason
 
 

@@ -105,6 +105,7 @@ class _Splits:
     added_up: bool = False
     #: by the rows that stood alone: whether it added up each time.
     narrowed: dict[int, bool] = field(default_factory=dict)
+    shown: set[int] = field(default_factory=set)  # those with which it was seen to add up
     seen: list[LossContract] = field(default_factory=list)  # the contract of each split
 
     def needs(self, split: Split) -> bool:
@@ -126,6 +127,7 @@ class _Splits:
         if split.group and self.added_up:
             held = (latest.adds_up and not (latest.doubt and latest.cause is None)) or not latest.conclusive
             self.narrowed[split.group] = self.narrowed.get(split.group, True) and held
+            self.shown |= {split.group} if adds_up else set()
         elif self.found is None or (adds_up and (split.blocks or self.found.cause is not Cause.PADDING)):
             self.found, self.whole, self.blocks, self.added_up = latest, whole, split.blocks, adds_up
 
@@ -139,7 +141,9 @@ class _Splits:
             found = found.fitting_as_well(each)
         if found.exact and self.narrowed and not any(self.narrowed.values()):
             found = replace(found, doubt=_OF_ONE, cause=Cause.PADDING)
-        return found, self.whole
+        group = min((rows for rows, held in self.narrowed.items() if held and rows in self.shown), default=0)
+        cut_by = (self.blocks, group if self.blocks == 1 else 1) if self.added_up and self.blocks else (0, 0)
+        return replace(found, cut_by=cut_by), self.whole
 
 
 @dataclass
@@ -203,7 +207,8 @@ class _Plan:
                 looks = yield from self._three(split, before)
             except Exception as error:
                 # Running out of memory on an unchanged micro-batch would happen in training, too.
-                if self.loss.sharded or (out_of_memory(error) and any(split.whole is batch for batch in self.window)):
+                unchanged = any(split.whole is batch for batch in self.window)
+                if self.loss.sharded or (out_of_memory(error) and (self.setting.halves or unchanged)):
                     raise
                 # A narrowed one is no failure: a model may need batches as wide as its collator's.
                 choice.failure = choice.failure or (None if split.group else error)

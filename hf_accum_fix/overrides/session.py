@@ -28,12 +28,13 @@ from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
+from hf_accum_fix.pieces.in_pieces import InPieces
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients, router_loss
 from hf_accum_fix.trace.preserve import PythonState, overridden
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
-from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host, loss_of_outputs
+from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host, Value, loss_of_outputs
 from hf_accum_fix.window.settle import settle
 from hf_accum_fix.window.state import LossState
 from hf_accum_fix.window.window import Window, open_unless_aside
@@ -73,6 +74,8 @@ class Session(Host):
         world = World(args.process_index, args.world_size, ranks, shards, args.device, cut)
         super().__init__(options, world, has_stock=True)
         self.name, self.trainer, self.accelerator = type(trainer).__name__, trainer, trainer.accelerator
+        splits = options.out_of_memory == "split"
+        self.in_pieces = InPieces(self, lambda: trainer.state.stateful_callbacks) if splits else None
         self.context_parallel = facts_of.parallel_size(trainer, "cp") > 1 and hasattr(trainer, CUTS)
 
     @property
@@ -162,6 +165,9 @@ class Session(Host):
             if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
+
+    def looking(self, look: Callable[[Sequence[Any]], Value], batches: Sequence[Any]) -> Value:
+        return super().looking(look, batches) if self.in_pieces is None else self.in_pieces.looking(look, batches)
 
     def loss_in_training(
         self, model: nn.Module, inputs: Any, number: Tensor | None, **given: Any
@@ -264,6 +270,7 @@ class Session(Host):
             own_steps=own_steps,
             has_stock=not (of_base and _NUMBER_DROPPED),
             has_z_loss=of_base and has_z_loss(bare),
+            halves=self.in_pieces is not None and self.in_pieces.halves,
             upstream_number=None if number is None else float(number),
         )
         reason = MADE_BY_STEP if facts_of.replaces_step(trainer) else ""

@@ -121,17 +121,38 @@ def training_step(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *
         if (coupled := session.coupled) is not None and trainer.state.global_step:
             # Upstream loads a checkpoint's random state after it has fetched a window: the vectors are made anew.
             session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
-    micro_batch = MicroBatch(session, window, inputs)
-    with (
-        session.capturing(window.part.contract, trainer.model) as micro_batch.captured,
-        overridden(session, "base_loss", micro_batch.base_loss),
-        overridden(trainer, "compute_loss", micro_batch.compute_loss),
-        overridden(trainer.accelerator, "backward", micro_batch.backward),
-        session.delivery.micro_batch(session, trainer.model_wrapped, len(window.batches), window.done + 1),
-    ):
-        result = wrapped(*args, **kwargs)
-    loss = micro_batch.end()
-    return result if loss is None else loss
+
+    def run(inputs: Any, begun: int, of: int) -> Any:
+        """Forward number ``begun`` of the window's ``of``; the loss to log."""
+        micro_batch = MicroBatch(session, window, inputs)
+        given = (args, {**kwargs, "inputs": inputs}) if "inputs" in kwargs else ((args[0], inputs, *args[2:]), kwargs)
+        with (
+            session.capturing(window.part.contract, trainer.model) as micro_batch.captured,
+            overridden(session, "base_loss", micro_batch.base_loss),
+            overridden(trainer, "compute_loss", micro_batch.compute_loss),
+            overridden(trainer.accelerator, "backward", micro_batch.backward),
+            session.delivery.micro_batch(session, trainer.model_wrapped, of, begun),
+        ):
+            result = wrapped(*given[0], **given[1])
+        loss = micro_batch.logged()
+        return result if loss is None else loss
+
+    if session.in_pieces is None:
+        loss = run(inputs, window.done + 1, len(window.batches))
+    else:
+        loss = session.in_pieces.run(window, inputs, run)
+    window.done += 1
+    return _closed(session, window, loss) if window.done == len(window.batches) else loss
+
+
+def _closed(session: Session, window: Window, loss: Any) -> Any:
+    """Close a window after its last micro-batch, whose logged loss corrects the window's."""
+    summed, times = window.value, window.close(session.trained)
+    if times is not None and summed is not None:
+        loss = loss + (times - 1) * summed
+    if window.value is not None:
+        session.finite = session.finite + window.value * 0.0
+    return loss
 
 
 def compute_loss(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
@@ -181,7 +202,7 @@ class MicroBatch:
 
     def __init__(self, session: Session, window: Window, inputs: Any) -> None:
         self.session, self.window, self.part = session, window, window.part
-        at = window.batches[min(window.done, len(window.batches) - 1)]
+        at = inputs if self.part.share < 1 else window.batches[min(window.done, len(window.batches) - 1)]
         self.batch = at if at is inputs else next((each for each in window.batches if each is inputs), at)
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         trainer, self._engine = session.trainer, session.trainer.accelerator
@@ -197,7 +218,7 @@ class MicroBatch:
         self._inside = True
         try:
             inputs = inputs if session.coupled is None else session.coupled.inputs(inputs)
-            with session.around_forward(self.window.done):
+            with session.around_forward(self.window.done, self.part.share):
                 result = self._compute_loss(model, inputs, *args, **kwargs)
             # Now, since 4.46.0 scales the loss in place.
             loss = result[0] if isinstance(result, tuple) else result
@@ -267,31 +288,20 @@ class MicroBatch:
             session.refused = error
             raise
 
-    def end(self) -> Tensor | None:
-        """End it after its step, and with the last one the window.
-
-        Returns:
-            The loss to log; None: the step passed none to the engine.
+    def logged(self) -> Tensor | None:
+        """The loss to log after its step; None: the step passed none to the engine.
 
         Raises:
             SeamError: if a loss was computed that never reached ``accelerator.backward``.
         """
-        session, window, loss = self.session, self.window, self.value
+        loss = self.value
         if loss is None and self.weighed is not None:
             raise SeamError(
-                f"got a step of {session.name} that did not pass its loss to accelerator.backward; "
+                f"got a step of {self.session.name} that did not pass its loss to accelerator.backward; "
                 "expected that, since otherwise the gradient is not corrected; use accelerator.backward, or revert()"
             )
         if loss is not None:
-            window.add(loss)
-        window.done += 1
-        if window.done == len(window.batches):
-            summed, times = window.value, window.close(session.trained)
-            if times is not None and loss is not None and summed is not None:
-                # The last micro-batch corrects the window's logged loss.
-                loss = loss + (times - 1) * summed
-            if window.value is not None:
-                session.finite = session.finite + window.value * 0.0
+            self.window.add(loss)
         return loss
 
 

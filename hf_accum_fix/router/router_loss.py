@@ -311,16 +311,19 @@ class RouterLoss:
             self.shares.append(part[:-1] / tokens)
 
     @contextmanager
-    def micro_batch(self, index: int) -> Iterator[None]:
-        """Around a training forward, number ``index`` of the window: scale its router loss for the global batch's."""
+    def micro_batch(self, index: int, share: float = 1.0) -> Iterator[None]:
+        """Around a training forward, number ``index`` of the window: scale its router loss for the global batch's.
+
+        ``share``: of its samples, if only those run; the loss is multiplied by that once it is weighted.
+        """
         if not self._mean_tokens:
             yield
             return
         self._called = 0
-        with self._swap.by(lambda call: self._share(call, index)):
+        with self._swap.by(lambda call: self._share(call, index, share)):
             yield
 
-    def _share(self, call: Call, index: int) -> Any:
+    def _share(self, call: Call, index: int, share: float) -> Any:
         if call.gates is None:
             return call.own()
         assert self.form is not None
@@ -329,10 +332,11 @@ class RouterLoss:
             raise _other_calls(place + 1, len(self.form.pools))
         seen = call.tally(self.form.pools[place].given)
         # Without a first pass where it failed on this rank, which the others have not heard of yet.
-        if self._first_pass:
+        if self._first_pass and share == 1:
             self._compare(seen, self._first_pass[index][place])
         device = seen.probabilities.device
-        return self._counts[index] * seen.loss(self.shares[place].to(device), self._mean_tokens[place].to(device))
+        loss = seen.loss(self.shares[place].to(device), self._mean_tokens[place].to(device))
+        return self._counts[index] / share * loss
 
     def _compare(self, second: Tally, first: Tally) -> None:
         with torch.no_grad():

@@ -36,6 +36,7 @@ class Part:
     #: how a micro-batch differed from the observed loss, in words; empty: it did not.
     changed: str = field(default="", init=False)
     mixed: bool = field(default=False, init=False)  # one had other terms
+    share: float = field(default=1.0, init=False)  # of its micro-batch's samples, that now runs
     #: what each micro-batch divided a term by, and what that was planned to be, by the place of its `TermSpec`.
     counts: dict[int, list[tuple[Number, Number]]] = field(default_factory=dict, init=False)
     means: dict[int, Tensor] = field(default_factory=dict, init=False)  # as `mean_of` has found, by place
@@ -47,10 +48,10 @@ class Part:
         """Whether one micro-batch is the global batch."""
         return self.micro_batches * self.world_size == 1
 
-    @cached_property
+    @property
     def remaining_divisor(self) -> float:
-        """The part of G that the engine does not divide a loss by."""
-        return self.micro_batches / self.engine_divisor
+        """Of what is averaged over micro-batches: the part of G that the engine does not divide a loss by."""
+        return self.micro_batches / self.engine_divisor / self.share
 
     @cached_property
     def total(self) -> Tensor:

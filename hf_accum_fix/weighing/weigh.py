@@ -48,7 +48,7 @@ def weigh(
         captured: of its forward.
     """
     contract, left, counts = part.contract, part.remaining_divisor, not isinstance(inputs, ZeroWeightBatch)
-    if part.is_whole and counts:
+    if part.is_whole and counts and part.share == 1:
         return _ready(loss, left, part)
     terms = without_nothing(read(loss, captured.routers, captured.values, deep=contract.deep))
     matched = _matched(terms, contract.terms)
@@ -63,7 +63,7 @@ def weigh(
             _keep_finite(term, term.factors[-1].value, part)
         # What divides by the number of the global batch itself is added up.
         adds = contract.custom and any(each.how is How.NUMBER for each in contract.terms)
-        return _ready(loss, left / part.micro_batches if adds else left, part)
+        return _ready(loss, 1 / part.engine_divisor if adds else left, part)
     micro_batch = _MicroBatch(loss, part, inputs, items, captured.values, counts)
     weights = [each for place, one in enumerate(matched or ()) for each in micro_batch.weights(place, *one)]
     if not weights:
@@ -162,12 +162,12 @@ class _MicroBatch:
         weight: Number = part.remaining_divisor
         if spec.how is How.NUMBER and part.contract.custom:
             # Already divided by the items of the global batch; only the engine's mean over ranks follows.
-            weight = weight / part.micro_batches
+            weight = 1 / part.engine_divisor
         elif spec.how is How.NUMBER:
             # By the rule of the number that was passed.
             weight = part.mean_of(place, spec, next(iter(part.totals))) / counted
         elif spec.how is How.SUM:
-            weight = weight / (part.micro_batches * part.world_size)
+            weight = 1 / (part.engine_divisor * part.world_size)
         counted_by = spec.rule if spec.how is How.ROUTER and self.counts else None
         if counted_by is not None and differ(counted, counted_by.count(self.inputs) * spec.ratio):
             # In the observed batch it counted padding.

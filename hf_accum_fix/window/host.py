@@ -69,11 +69,6 @@ class Host(Training, ABC):
         return self.world.device.type == "cpu"
 
     @property
-    def readable(self) -> bool:
-        """Whether a window's numbers are read at its end."""
-        return self.reads_are_free
-
-    @property
     def knows_other_ranks(self) -> bool:
         """Whether every window's collective tells this rank what the others have found."""
         return self.world.size == 1 or self.reads_are_free
@@ -81,7 +76,7 @@ class Host(Training, ABC):
     @property
     def corrects_alone(self) -> bool:
         """Whether every window's gradient is corrected where there is one rank."""
-        return self.readable
+        return self.reads_are_free
 
     @property
     def is_split(self) -> bool:
@@ -119,6 +114,10 @@ class Host(Training, ABC):
         gathered: list[Any] = [None] * self.world.size
         dist.all_gather_object(gathered, values[0])
         return gathered
+
+    def looking(self, look: Callable[[Sequence[Any]], Value], batches: Sequence[Any]) -> Value:
+        """What looking at micro-batches shows."""
+        return look(batches)
 
     @abstractmethod
     def run(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
@@ -283,11 +282,11 @@ class Host(Training, ABC):
         )
         state.recorded = True
 
-    def around_forward(self, place: int) -> ExitStack:
-        """Around the forward of a micro-batch in training: what its loss has to know of its window."""
+    def around_forward(self, place: int, share: float = 1.0) -> ExitStack:
+        """Around the forward of a micro-batch in training, or a ``share`` of it: what its loss has to know."""
         with ExitStack() as stack:
             if self.router.convention is not Convention.MEAN:
-                stack.enter_context(self.router.micro_batch(place))
+                stack.enter_context(self.router.micro_batch(place, share))
             if self.coupled is not None:
                 stack.enter_context(self.coupled.micro_batch(place))
             return stack.pop_all()

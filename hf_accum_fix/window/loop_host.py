@@ -50,11 +50,6 @@ class LoopHost(Host):
         return self._steps or int(getattr(self.accelerator, "gradient_accumulation_steps", 1))
 
     @property
-    def readable(self) -> bool:
-        # A loss of one term is corrected without reading.
-        return self.reads_are_free and self.contract is not None and len(self.contract.terms) > 1
-
-    @property
     def corrects_alone(self) -> bool:
         # A loop has no log at which to read; several ranks would need one more collective.
         return self.contract is not None and bool(self.contract.terms)

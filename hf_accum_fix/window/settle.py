@@ -67,7 +67,7 @@ def _of_all(host: Host, batches: Sequence[Any], number: Any) -> LossContract:
         # Where ranks meet in every forward, none runs fewer.
         batches = [batch for batch in batches if host.world.shards or host.labels_of(batch) == host.state.loss.labels]
         with SyncedRanks(host.gather if host.world.size > 1 else None) as synced:
-            seen = _observed(host, batches, number, synced)
+            seen = host.looking(lambda its: _observed(host, its, number, synced), batches)
     except Exception as caught:
         error = caught
     by_design = isinstance(error, BY_DESIGN) or (error is not None and out_of_memory(error))
@@ -100,12 +100,10 @@ def _observed(host: Host, batches: Sequence[Any], number: Any, synced: SyncedRan
             return setting
         with host.run(batches) as run:
             found = observe(run, batches, setting, synced)
-    except Exception:
-        logger.error(
-            "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
-            "contract=LossContract(...)",
-            host.head,
-        )
+    except Exception as error:
+        if not out_of_memory(error):
+            words = "If training itself runs, pass the contract: contract=LossContract(...)"
+            logger.error("%s: the forward that observes the loss failed. %s", host.head, words)
         raise
     if setting.custom and host.source.scales_itself and not found.by_number:
         found = found.averaged("the trainer declares that it scales the loss itself", stays=True)

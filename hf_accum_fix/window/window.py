@@ -125,7 +125,7 @@ class Window:
                 state.loss.reconsider()
             return counts
         differs = part.broken()
-        if differs is not None and not host.readable:
+        if differs is not None and not host.reads_are_free:
             state.unread = state.unread + differs.long()
         elif differs is not None and bool(differs):
             each = [(place, *pair) for place in part.counts for pair in part.divisors(place).T.tolist()]
@@ -145,7 +145,7 @@ class Window:
         sums = torch.stack([host.zero, host.zero]) if counts is None else counts
         sums = host.summed(sums) if several else sums
         floor = next((each.floor for each in self.part.contract.terms if each.how is How.MEAN), None)
-        seen, predicted = (kept(each, floor) for each in (sums.tolist() if host.readable else sums))
+        seen, predicted = (kept(each, floor) for each in (sums.tolist() if host.reads_are_free else sums))
         times: Tensor | float = predicted / seen
         return None if not isinstance(times, Tensor) and abs(times - 1) <= 1e-12 else times
 
@@ -171,7 +171,7 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         if host.contract is not None and host.contract.reduction is Reduction.STOCK:
             raise StandAsideError
         counted, asked = count_window(host, batches, number, error), True
-    if host.readable:
+    if host.reads_are_free:
         host.contained("reading what windows have shown", host.read, None)
     return Window(host, list(batches), *counted)
 

@@ -1,0 +1,214 @@
+"""A micro-batch that runs out of memory runs in pieces: the step of the full batch, whatever failed and where.
+
+Errors are relative to the float64 full batch; a head's tolerance is the rounding of the loss that the library computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_accum_fix
+from hf_accum_fix.overrides.session import SESSION
+from hf_accum_fix.pieces.cap import PATIENCE, Cap
+from hf_accum_fix.pieces.cut import in_pieces
+from hf_accum_fix.pieces.in_pieces import KEPT
+from tests.numerics.heads import HEADS
+from tests.numerics.parity import Step, cut, pass_over_imports, reference_step, take_step, trainer_of
+from tests.pieces.memory import Memory, OutOfMemoryError
+from tests.ranks import on_ranks, same_on_all_ranks
+
+SHORT: dict[str, dict[str, float]] = {
+    "forward": {"forward": 2},
+    "backward": {"backward": 2},
+    "both": {"forward": 3, "backward": 1},
+}
+EVERYDAY = ("llama", "bert-classes", "t5")
+#: One of each kind of loss, of inputs, and of who computes it.
+OTHERS = (
+    *("llama-position-0", "llama-empty-micro-batches", "llama-smoothing", "lora", "prompt-tuning", "bert-mlm"),
+    *(
+        "bert-multi-label",
+        "bert-answers",
+        "bert-pretraining",
+        "bart-causal",
+        "llava",
+        "vit-regression",
+        "masked-patches",
+    ),
+    *("wav2vec2-ctc-mean", "wav2vec2-ctc-sum", "time-series", "func-with-number", "func-with-mean", "no-kwargs"),
+    *("declares-false", "uses-tensor", "told-false-after-init", "mean-of-sample-means", "two-terms"),
+)
+
+
+def split(
+    name: str, short: Memory, at: tuple[int, int], folder: Path, *, samples: Any = None, **more: Any
+) -> Step:  # fmt: skip
+    """One step of a head that is short of memory."""
+    options = more.pop("options", {})
+    with hf_accum_fix.apply(out_of_memory="split", quiet=True, **options):
+        return take_step(short.head(HEADS[name]), samples or HEADS[name].samples, *at, "stock", folder, **more)
+
+
+def is_exact(step: Step) -> bool:
+    return bool(step.trainer.__dict__[SESSION].state.exact)
+
+
+@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize(("name", "at"), [*((name, (4, 2)) for name in (*EVERYDAY, *OTHERS)), ("llama", (8, 1))])
+def test_pieces_take_the_step_of_the_full_batch(name: str, at: tuple[int, int], kind: str, tmp_path: Path) -> None:
+    head, short = HEADS[name], Memory(**SHORT[kind])
+    step = split(name, short, at, tmp_path)
+    found = step.errors(reference_step(head, cut(head.samples, at[0])))
+    assert max(found.values()) <= head.tolerance, found
+    assert short.failures and not short.left and is_exact(step)
+    assert max(short.trained) <= min(SHORT[kind].values())
+
+
+def test_stock_ends_where_it_runs_out_of_memory(tmp_path: Path) -> None:
+    with hf_accum_fix.apply(quiet=True), pytest.raises(OutOfMemoryError):
+        take_step(Memory(forward=2).head(HEADS["llama"]), HEADS["llama"].samples, 4, 2, "stock", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ("forward", "backward"))
+@pytest.mark.parametrize("place", (0, 1, 3))
+def test_any_micro_batch_of_a_window(place: int, kind: str, tmp_path: Path) -> None:
+    """The first, a middle and the last one; what ran before a backward that failed runs once more."""
+    head, samples = HEADS["llama"], [*HEADS["llama"].samples, *HEADS["llama"].samples[::-1]]
+    samples[4 * place] = {**samples[4 * place], "input_ids": samples[4 * place]["input_ids"].clone().fill_(7)}
+    short = Memory(**{kind: 2}, only=lambda inputs: bool((inputs["input_ids"][:, :3] == 7).all(1).any()))
+    step = split("llama", short, (4, 4), tmp_path, samples=samples)
+    assert step.error(reference_step(head, cut(samples, 4))) <= head.tolerance
+    assert short.failures and not short.left and is_exact(step)
+    assert len(short.trained) >= 5 + (place if kind == "backward" else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("clip", "coupled"),
+        ("segformer-batch-norm", "BatchNorm"),
+        ("root-of-mean", "cannot be read"),
+        ("qwen-vl", "rows are no samples"),
+    ],
+)
+def test_what_may_not_be_cut_raises_its_error(name: str, why: str, tmp_path: Path, said: Any) -> None:
+    with pytest.raises(OutOfMemoryError):
+        split(name, Memory(backward=2), (4, 2), tmp_path)
+    assert any(why in each for each in said("runs out of memory"))
+
+
+def test_a_sample_that_does_not_fit_alone_is_named(tmp_path: Path, said: Any) -> None:
+    last = HEADS["llama"].samples[2]["input_ids"][:3]
+    short = Memory(backward=0, only=lambda inputs: bool((inputs["input_ids"][:, :3] == last).all(1).any()))
+    with pytest.raises(OutOfMemoryError):
+        split("llama", short, (4, 2), tmp_path)
+    assert said("a single sample, at 2 of its micro-batch, is too large")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "more"),
+    [
+        ("llama", {}, {"gradient_checkpointing": True}),
+        ("llama", {"accumulate_in": "float32"}, {"bf16": True}),
+        ("mixtral", {"router_loss": "exact"}, {}),
+        ("llama", {"balance_windows": True}, {}),
+        ("bert-classes", {"drop_duplicates": True}, {}),
+    ],
+)
+def test_with_other_options(name: str, options: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
+    """The same step as where memory suffices, of the whole global batch."""
+    short = Memory(backward=2)
+    whole, found = (split(name, its, (4, 2), tmp_path, options=options, **more) for its in (Memory(), short))
+    assert short.failures and is_exact(found)
+    assert found.error(whole) <= (2e-2 if "bf16" in more else HEADS[name].tolerance)
+
+
+def test_what_was_learnt_holds_in_later_windows_and_after_a_resume(tmp_path: Path) -> None:
+    short, again = Memory(backward=2), Memory(backward=2)
+    given = {"steps": 3, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
+    uncut = split("llama", Memory(), (4, 2), tmp_path / "uncut", **given)
+    found = split("llama", short, (4, 2), tmp_path / "found", **given)
+    assert found.error(uncut) <= 1e-6
+    kept = found.trainer.state.stateful_callbacks[KEPT]["attributes"]
+    assert short.failures and kept["fails"] > kept["limit"]
+    at = {"per_device": 4, "accumulate": 2, "max_steps": 3, "learning_rate": 0.1}
+    with hf_accum_fix.apply(out_of_memory="split", quiet=True):
+        resumed = trainer_of(again.head(HEADS["llama"]), tmp_path / "resumed", **at)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "found" / "checkpoint-2"))
+    assert resumed.__dict__[SESSION].in_pieces.cap.fails == kept["fails"]
+    assert again.failures == 0
+
+
+def test_a_larger_piece_is_tried_again_below_what_failed() -> None:
+    cap = Cap()
+    cap.failed(800, 400)
+    assert [cap.window_ended() for _ in range(PATIENCE)] == [*[False] * (PATIENCE - 1), True]
+    assert cap.limit == 600
+    cap.failed(600, 300)
+    assert (cap.limit, cap.fails) == (300, 600)
+    grown = [cap.window_ended() for _ in range(10 * PATIENCE)]
+    assert sum(grown) < 5 and not grown[-1]
+    assert 0.9 * cap.fails < cap.limit < cap.fails
+    assert Cap.of(cap.to_dict()) == cap
+
+
+@pytest.mark.parametrize("count", (1, 5, 8, 12))
+@pytest.mark.parametrize("group", (1, 2, 4))
+@pytest.mark.parametrize("at_most", (1, 3, 4, 100))
+def test_pieces_hold_each_place_once_and_groups_whole(count: int, group: int, at_most: int) -> None:
+    pieces = in_pieces(range(count), group, at_most)
+    assert [place for piece in pieces for place in piece] == [*range(count)]
+    assert all(len(piece) <= max(at_most // group, 1) * group for piece in pieces)
+    assert all(piece[0] % group == 0 for piece in pieces)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def rows_of_ranks(cases: Sequence[tuple[str, int, str, dict[str, Any]]], folder: str) -> list[dict[str, Any]]:
+    pass_over_imports()
+    return [row_of_rank(*case, Path(folder)) for case in cases]
+
+
+def row_of_rank(name: str, place: int, kind: str, more: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A training, where micro-batch ``place`` of the second rank is too large."""
+    samples = [*HEADS[name].samples, *HEADS[name].samples[::-1]]
+    sample = 4 * (2 * place + 1)
+    key = next(iter(samples[0]))
+    mark = samples[sample][key].reshape(-1)[:3]
+    head, rank = HEADS[name], torch.distributed.get_rank()
+
+    def only(inputs: dict[str, Any]) -> bool:
+        return rank == 1 and any(torch.equal(row.reshape(-1)[:3], mark) for row in inputs[key])
+
+    given = {"samples": samples, "ddp_backend": "gloo", **more}
+    reference = reference_step(head, cut(samples, 4)) if not more else split(name, Memory(), (4, 2), folder, **given)
+    short = Memory(**SHORT[kind], only=only)
+    step = split(name, short, (4, 2), folder, **given)
+    return {
+        "error": step.error(reference),
+        "failures": short.failures,
+        "alike": same_on_all_ranks(step.change),
+        "exact": is_exact(step),
+    }
+
+
+CASES: list[tuple[str, int, str, dict[str, Any]]] = [
+    *((name, place, kind, {}) for name in ("llama", "bert-classes", "llava") for place in (0, 1) for kind in SHORT),
+    # A parameter that nothing uses, beside the same training with memory enough.
+    ("lora", 1, "backward", {"steps": 3, "learning_rate": 0.1}),
+    ("bert-classes", 1, "both", {"steps": 3, "learning_rate": 0.1, "ddp_find_unused_parameters": True}),
+]
+
+
+def test_one_rank_of_two_runs_out_of_memory(tmp_path: Path) -> None:
+    """Under DistributedDataParallel, in its first micro-batch or its last, after which ranks average."""
+    for case, rows in zip(CASES, zip(*on_ranks(rows_of_ranks, CASES, str(tmp_path)), strict=True), strict=True):
+        assert max(row["error"] for row in rows) <= HEADS[case[0]].tolerance, case
+        assert [bool(row["failures"]) for row in rows] == [False, True], case
+        assert all(row["exact"] and row["alike"] for row in rows), case
