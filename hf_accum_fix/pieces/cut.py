@@ -7,15 +7,20 @@ rows next to one another belong together, in groups.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from hf_accum_fix.counting.items import sample_count
+from hf_accum_fix.counting.items import has_rows, sample_count
 from hf_accum_fix.learning.join import can_divide, row_sizes, take_rows
 
 #: Places of rows in a block.
 Places = Sequence[int]
+
+
+def rows_of(batch: Any) -> int:
+    """Its rows; 1, if nothing in it has rows."""
+    return sample_count(batch) if isinstance(batch, Mapping) and any(map(has_rows, batch.values())) else 1
 
 
 def width_of(batch: Any) -> int:
@@ -25,12 +30,14 @@ def width_of(batch: Any) -> int:
 
 def places_in(batch: Any, blocks: int) -> range:
     """Every place of a block."""
-    return range(sample_count(batch) // blocks)
+    return range(max(rows_of(batch) // blocks, 1))
 
 
 def can_be_cut(batch: Any, blocks: int) -> bool:
     """Whether every input has rows of samples, in so many blocks."""
-    rows = sample_count(batch)
+    rows = rows_of(batch)
+    if rows < 2:
+        return False
     # Position ids of three axes have their samples second.
     crosswise = any("position" in key and getattr(value, "ndim", 0) == 3 for key, value in batch.items())
     return rows % blocks == 0 and not crosswise and can_divide(batch, rows // blocks if blocks > 1 else 0)

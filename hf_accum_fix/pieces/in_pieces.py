@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -20,14 +20,13 @@ from accelerate.utils import release_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.counting.items import sample_count
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.watched import own_hooks
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.learning.join import take_rows
 from hf_accum_fix.learning.look import out_of_memory
 from hf_accum_fix.pieces.cap import Cap
-from hf_accum_fix.pieces.cut import Places, can_be_cut, in_pieces, places_in, taken, width_of
+from hf_accum_fix.pieces.cut import Places, can_be_cut, in_pieces, places_in, rows_of, taken, width_of
 from hf_accum_fix.trace.preserve import overridden, random_states
 from hf_accum_fix.window.host import Host
 from hf_accum_fix.window.window import Window
@@ -64,6 +63,7 @@ class InPieces:
         self._cap: Cap | None = None
         self._given: list[Any] = []  # the micro-batches of the window so far, as the step got them
         self._random = random_states()  # as the window began
+        self._is_empty = True  # there was no gradient as it began
         self._in_backward = False
         self.halves = False  # the samples that are looked at can be halved
 
@@ -77,20 +77,21 @@ class InPieces:
     def looking(self, look: Callable[[Sequence[Any]], Value], batches: Sequence[Any]) -> Value:
         """What looking at micro-batches shows, or at as many halves of them as memory takes."""
         while True:
-            self.halves = any(isinstance(each, Mapping) and sample_count(each) > 1 for each in batches)
+            self.halves = any(rows_of(each) > 1 for each in batches)
             try:
                 return look(batches)
             except Exception as error:
                 if not (self.halves and out_of_memory(error)):
                     raise
             release_memory()
-            batches = [take_rows(each, range(-(-sample_count(each) // 2))) for each in batches]
+            batches = [take_rows(each, range(-(-rows_of(each) // 2))) for each in batches]
 
     def run(self, window: Window, batch: Any, run: Run) -> Tensor:
         """Run a micro-batch; its part of the window's logged loss, 0-dim."""
         place = at = window.done
         if not place:
             self._given, self._random = [], random_states()
+            self._is_empty = all(each.grad is None for each in self._host.model.parameters())
         self._given.append(batch)
         while (loss := self._micro_batch(window, self._given[at], run)) is None or at < place:
             at = window.done = 0 if loss is None else at + 1
@@ -107,11 +108,11 @@ class InPieces:
     def _micro_batch(self, window: Window, batch: Any, run: Run) -> Tensor | None:
         """Its loss; None: a backward ran out of memory."""
         loss: Tensor | None = None
-        pieces, begun, of = deque(self._known_pieces(batch)), window.done, len(window.batches)
+        pieces, begun, of = deque(self._known_pieces(window, batch)), window.done, len(window.batches)
         count = sum(map(len, pieces))
         while pieces:
             places = pieces.popleft()
-            piece = batch if len(places) == count else taken(batch, places, self._blocks)
+            piece = batch if len(places) == count else taken(batch, places, _blocks(window))
             begun, last = begun + 1, window.done + 1 == of and not pieces
             error: Exception | None = None
             try:
@@ -123,7 +124,7 @@ class InPieces:
                 if not out_of_memory(caught):
                     raise
                 error = caught
-            begun, smaller = begun - 1, self._smaller(batch, places, error)
+            begun, smaller = begun - 1, self._smaller(window, batch, places, error)
             # Without the frames of its forward, which hold tensors.
             error, piece = error.with_traceback(None), None
             release_memory()
@@ -154,55 +155,36 @@ class InPieces:
                 # A forward that failed would share its buffers once more, and wait for the other ranks.
                 model.require_forward_param_sync = False
 
-    @property
-    def _blocks(self) -> int:
-        contract = self._host.contract
-        return 1 if contract is None else max(contract.cut_by[0], 1)
-
-    @property
-    def _group(self) -> int:
-        contract = self._host.contract
-        return 0 if contract is None else contract.cut_by[1]
-
-    def _known_pieces(self, batch: Any) -> list[Places]:
+    def _known_pieces(self, window: Window, batch: Any) -> list[Places]:
         """A micro-batch in as few pieces as are known to fit; whole, if nothing has failed yet."""
-        places = places_in(batch, self._blocks)
-        if self.cap.limit is None or self._why_whole(batch):
+        blocks, places = _blocks(window), places_in(batch, _blocks(window))
+        if self.cap.limit is None or _why_whole(window, batch):
             return [places]
-        return in_pieces(places, self._group, self.cap.limit // (width_of(batch) * self._blocks))
+        return in_pieces(places, window.part.contract.cut_by[1], self.cap.limit // (width_of(batch) * blocks))
 
-    def _why_whole(self, batch: Any) -> str:
-        """Why a micro-batch cannot run in pieces; empty: it can."""
-        contract = self._host.contract
-        if contract is None or not contract.exact:
-            return "its loss is not exact" if contract is None else contract.doubt or contract.reason
-        if not can_be_cut(batch, self._blocks):
-            return "it has inputs whose rows are no samples"
-        if not self._group or contract.needs_forwards:
-            return "it is not known that the losses of its samples add up"
-        if any(own_hooks(each, _AFTER) for each in self._host.model.parameters()):
-            return "an optimizer, or another hook, runs inside the backward"
-        return ""
-
-    def _smaller(self, batch: Any, places: Places, error: Exception) -> list[Places]:
+    def _smaller(self, window: Window, batch: Any, places: Places, error: Exception) -> list[Places]:
         """What ran out of memory, in two pieces; raises its error where it cannot be cut."""
-        rows, width = len(places) * self._blocks, width_of(batch)
+        blocks, group = _blocks(window), window.part.contract.cut_by[1]
+        rows, width, why = len(places) * blocks, width_of(batch), _why_whole(window, batch)
         found = f"got a micro-batch of {rows} rows of {width} numbers, padding included, that runs out of memory"
-        why = self._why_whole(batch)
-        if len(places) <= self._group and not why:
-            why = f"a single sample, at {places[0]} of its micro-batch, is too large"
+        if any(own_hooks(each, _AFTER) for each in self._host.model.parameters()):
+            why = why or "an optimizer, or another hook, runs inside the backward"
+        if self._in_backward and not self._is_empty:
+            why = why or "gradients were there as its window began"
+        if len(places) <= group:
+            why = why or f"a single sample, at {places[0]} of its micro-batch, is too large"
         if why:
             words = "expected one that fits, or whose samples can run apart; set a smaller per_device_train_batch_size"
             self._host.warn_once("too large", f"{self._host.head}: {found}: {why}; {words}")
             raise error
-        half = in_pieces(places, self._group, -(-len(places) // 2))
-        fits = len(half[0]) * self._blocks
+        half = in_pieces(places, group, -(-len(places) // 2))
+        fits = len(half[0]) * blocks
         self.cap.failed(rows * width, fits * width)
         self._keep()
         self._host.warn_once(
             "out of memory",
             f"{self._host.head}: {found}; it runs in pieces from now on, at the same gradient; to run none twice, set "
-            f"per_device_train_batch_size to at most {fits // self._blocks} at that width, and more accumulation steps",
+            f"per_device_train_batch_size to at most {fits // blocks} at that width, and more accumulation steps",
         )
         return half
 
@@ -219,6 +201,22 @@ class InPieces:
         """Keep what was learnt for checkpoints and for report()."""
         self._states()[KEPT] = {"args": {}, "attributes": self.cap.to_dict()}
         self._host.note(out_of_memory=self.cap.to_dict())
+
+
+def _blocks(window: Window) -> int:
+    return max(window.part.contract.cut_by[0], 1)
+
+
+def _why_whole(window: Window, batch: Any) -> str:
+    """Why a micro-batch cannot run in pieces; empty: it can."""
+    contract = window.part.contract
+    if not contract.exact:
+        return contract.doubt or contract.reason
+    if not can_be_cut(batch, _blocks(window)):
+        return "it has a single row, or inputs whose rows are no samples"
+    if not contract.cut_by[1] or contract.needs_forwards:
+        return "it is not known that the losses of its samples add up"
+    return ""
 
 
 def average(model: DistributedDataParallel) -> None:

@@ -126,7 +126,7 @@ class _MicroBatch:
             # What this micro-batch adds to N: as much as the observed batch, where nothing counts it.
             rule = spec.rule if spec.rule is not None or part.is_corrected else part.contract.items
             items = self.items.get(place, None if rule is None else scaled(self.items[rule], spec.ratio))
-            planned: Number = spec.counted[0] or 1.0 if items is None else items if counts else 0.0
+            planned: Number = (spec.counted[0] or 1.0) * part.share if items is None else items if counts else 0.0
             if not found:
                 part.note(place, 0.0, planned)
                 return []

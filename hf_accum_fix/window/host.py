@@ -80,8 +80,8 @@ class Host(Training, ABC):
 
     @property
     def is_split(self) -> bool:
-        """Whether a global batch has more than one micro-batch."""
-        return self.steps * self.world.data_ranks > 1
+        """Whether a global batch has more than one micro-batch, or may be cut."""
+        return self.steps * self.world.data_ranks > 1 or self.options.out_of_memory == "split"
 
     def bare(self, model: nn.Module) -> nn.Module:
         """The model without the engine's wrappers."""

@@ -6,19 +6,22 @@ Errors are relative to the float64 full batch; a head's tolerance is the roundin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hf_accum_fix
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.pieces.cap import PATIENCE, Cap
 from hf_accum_fix.pieces.cut import in_pieces
 from hf_accum_fix.pieces.in_pieces import KEPT
-from tests.numerics.heads import HEADS
-from tests.numerics.parity import Step, cut, pass_over_imports, reference_step, take_step, trainer_of
+from tests.numerics.heads import HEADS, Head, Sample, seeded
+from tests.numerics.heads.head import FLOAT64
+from tests.numerics.parity import Step, StockRecorder, cut, pass_over_imports, reference_step, take_step, trainer_of
 from tests.pieces.memory import Memory, OutOfMemoryError
 from tests.ranks import on_ranks, same_on_all_ranks
 
@@ -46,12 +49,12 @@ OTHERS = (
 
 
 def split(
-    name: str, short: Memory, at: tuple[int, int], folder: Path, *, samples: Any = None, **more: Any
+    head: Head | str, short: Memory, at: tuple[int, int], folder: Path, *, samples: Any = None, **more: Any
 ) -> Step:  # fmt: skip
     """One step of a head that is short of memory."""
-    options = more.pop("options", {})
+    options, head = more.pop("options", {}), head if isinstance(head, Head) else HEADS[head]
     with hf_accum_fix.apply(out_of_memory="split", quiet=True, **options):
-        return take_step(short.head(HEADS[name]), samples or HEADS[name].samples, *at, "stock", folder, **more)
+        return take_step(short.head(head), samples or head.samples, *at, "stock", folder, **more)
 
 
 def is_exact(step: Step) -> bool:
@@ -67,6 +70,45 @@ def test_pieces_take_the_step_of_the_full_batch(name: str, at: tuple[int, int], 
     assert max(found.values()) <= head.tolerance, found
     assert short.failures and not short.left and is_exact(step)
     assert max(short.trained) <= min(SHORT[kind].values())
+
+
+class Pairs(nn.Module):
+    """Chosen texts against rejected ones: in two blocks of rows, or next to one another."""
+
+    def __init__(self, *, blocks: bool) -> None:
+        super().__init__()
+        self.blocks, self.embed, self.score = blocks, nn.Embedding(48, 16), nn.Linear(16, 1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        mask = attention_mask[..., None].double()
+        scores = self.score(torch.tanh((self.embed(input_ids) * mask).sum(1) / mask.sum(1)))[:, 0]
+        chosen, rejected = scores.chunk(2) if self.blocks else (scores[::2], scores[1::2])
+        return {"loss": -nn.functional.logsigmoid(chosen - rejected - 0.1).mean()}
+
+
+def pairs(*, blocks: bool) -> Head:
+    """Eight pairs of texts of two to nine tokens."""
+    texts = [torch.arange(1 + place, 3 + place + place * 5 % 8) % 47 + 1 for place in range(16)]
+
+    def batch(samples: Sequence[Sample]) -> dict[str, Any]:
+        kinds = ("chosen", "rejected")
+        of_blocks, of_pairs = ([s[k] for k in kinds for s in samples], [s[k] for s in samples for k in kinds])
+        rows = of_blocks if blocks else of_pairs
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+    samples = [{"chosen": a, "rejected": b} for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    return Head("pairs", seeded(partial(Pairs, blocks=blocks)), samples, collate=batch, tolerance=FLOAT64)
+
+
+@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize("blocks", (False, True))
+@pytest.mark.parametrize("at", ((4, 2), (8, 1)))
+def test_pairs_stay_together(blocks: bool, at: tuple[int, int], kind: str, tmp_path: Path) -> None:
+    head, short = pairs(blocks=blocks), Memory(**{where: 2 * rows for where, rows in SHORT[kind].items()})
+    step = split(head, short, at, tmp_path)
+    found = step.errors(reference_step(head, cut(head.samples, at[0])))
+    assert max(found.values()) <= head.tolerance and short.failures and is_exact(step), found
 
 
 def test_stock_ends_where_it_runs_out_of_memory(tmp_path: Path) -> None:
@@ -100,6 +142,42 @@ def test_what_may_not_be_cut_raises_its_error(name: str, why: str, tmp_path: Pat
     with pytest.raises(OutOfMemoryError):
         split(name, Memory(backward=2), (4, 2), tmp_path)
     assert any(why in each for each in said("runs out of memory"))
+
+
+class LeavesGradients(StockRecorder):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        for each in self.model.parameters():
+            each.grad = torch.ones_like(each)
+        return super().get_batch_samples(*args, **kwargs)
+
+
+class StepsInside(StockRecorder):
+    def create_optimizer(self, *args: Any) -> Any:
+        for each in self.model.parameters():
+            each.register_post_accumulate_grad_hook(lambda _: None)
+        return super().create_optimizer(*args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(LeavesGradients, "gradients were there"), (StepsInside, "runs inside the backward")]
+)
+def test_a_window_that_cannot_run_again_raises_its_error(kind: type, why: str, tmp_path: Path, said: Any) -> None:
+    with pytest.raises(OutOfMemoryError):
+        split("llama", Memory(backward=2), (4, 2), tmp_path, trainer_class=kind)
+    assert any(why in each for each in said("runs out of memory"))
+    # Nothing was added in a forward that failed.
+    if kind is LeavesGradients:
+        split("llama", Memory(forward=2), (4, 2), tmp_path, trainer_class=kind)
+
+
+def test_a_window_with_other_labels_is_not_cut(tmp_path: Path, said: Any) -> None:
+    """It is averaged, and a mean of pieces would be another."""
+    samples = [{**each} for each in HEADS["bert-pretraining"].samples]
+    for each in samples[4:]:
+        del each["next_sentence_label"]
+    with pytest.raises(OutOfMemoryError):
+        split("bert-pretraining", Memory(backward=2), (4, 2), tmp_path, samples=samples)
+    assert said("its labels differ")
 
 
 def test_a_sample_that_does_not_fit_alone_is_named(tmp_path: Path, said: Any) -> None:
