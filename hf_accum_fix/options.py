@@ -24,10 +24,11 @@ CHOICES: Final = {
     "coupled_loss": ("micro-batch", "rank", "exact"),
     "accumulate_in": ("parameter", "float32"),
     "out_of_memory": ("raise", "split"),
+    "global_batch": ("warn", "keep"),
 }
 
 #: The options that `accumulation_windows` does not take.
-_OF_TRAINERS: Final = ("allow_foreign", "eval_loss", "balance_windows", "out_of_memory")
+_OF_TRAINERS: Final = ("allow_foreign", "eval_loss", "balance_windows", "out_of_memory", "global_batch")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Options:
             "float32", 4 more bytes per parameter.
         out_of_memory: what becomes of a micro-batch that runs out of memory: "raise" its error; "split", it runs in
             pieces, at the gradient of the whole.
+        global_batch: where a checkpoint was trained with another one: "warn"; "keep", refuse before the first step.
 
     Raises:
         OptionsError: if a value is none of these, or does not go with another.
@@ -96,6 +98,7 @@ class Options:
     balance_windows: bool | BalanceOptions = False
     accumulate_in: str = "parameter"
     out_of_memory: str = "raise"
+    global_batch: str = "warn"
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as one string instead of a tuple."""

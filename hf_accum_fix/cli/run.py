@@ -44,6 +44,7 @@ OPTIONS: Final = {
     "coupled": "a module that returns one vector per sample, for --coupled-loss; repeatable",
     "balance_windows": "length-balance the micro-batches of a window",
     "accumulate_in": "of gradients of 16-bit parameters",
+    "global_batch": "where a checkpoint had another global batch",
     "out_of_memory": "what becomes of a micro-batch that does not fit",
 }
 """The options of apply() that are words, names and switches, and their help."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import length_hint
 from typing import Any, Final
 
+import torch
+import wrapt
 from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import IterableDataset
 
@@ -41,6 +43,7 @@ def in_windows(
         return loader
     shard: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(shard, "batch_sampler", None)
+    _seed(host, trainer, shard if sampler is None else sampler)
     if hasattr(sampler, "set_epoch") and not hasattr(shard, "set_epoch"):
         # The Trainer passes the epoch to a sampler that draws by it (batch_rebalance) through accelerate's shard, but
         # not through a shard inside a resumed epoch's sampler.
@@ -66,6 +69,39 @@ def skip_first_batches(training: Training, original: Callable[..., Any], dataloa
     if hasattr(dataloader, "sp_world_size"):
         return skip_shards(original, dataloader, num_batches)
     return original(dataloader, num_batches)
+
+
+class OfEpoch(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """A sampler that groups by length, drawn by seed and epoch: of every cut and resumed epoch the same order.
+
+    Args:
+        sampler: transformers' ``LengthGroupedSampler``, which draws by the process's own generator.
+        seed: of the training.
+        batch: samples of a global batch, whatever its cut.
+    """
+
+    def __init__(self, sampler: Any, seed: int, batch: int) -> None:
+        super().__init__(sampler)
+        sampler.batch_size, self._self_seed, self._self_epoch = batch, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self._self_epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        """One epoch."""
+        self.__wrapped__.generator = torch.Generator().manual_seed(self._self_seed + self._self_epoch)
+        return iter(self.__wrapped__)
+
+
+def _seed(host: Training, trainer: Any, sampler: Any) -> None:
+    """Seed a batch sampler's order, if it groups samples by length."""
+    inner, args = getattr(sampler, "sampler", None), trainer.args
+    # By its name, since this folder knows no Trainer.
+    if type(inner).__name__ == "LengthGroupedSampler":
+        seed, batch = args.seed if args.data_seed is None else args.data_seed, getattr(inner, "batch_size", 1)
+        sampler.sampler = OfEpoch(inner, seed, batch * host.world.data_ranks)
+        sampler.set_epoch = sampler.sampler.set_epoch
 
 
 def _balanced(host: Training, trainer: Any, loader: Any) -> Any:

@@ -28,6 +28,7 @@ from hf_accum_fix.learning.contract import LossContract, Reduction
 from hf_accum_fix.learning.look import LossRun, Setting
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import trainer_facts as facts_of
+from hf_accum_fix.pieces.global_batch import check_global_batch
 from hf_accum_fix.pieces.in_pieces import InPieces
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients, router_loss
@@ -116,6 +117,8 @@ class Session(Host):
                 cutting.cut_whole(getattr(self.trainer, CUTS), self.trainer.model_wrapped, each)
         if self.world.cuts_samples:
             cutting.complete_shards(self, batches)
+        if not self.state.opened:
+            check_global_batch(self, self.trainer.args, self.trainer.state.stateful_callbacks)
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is not None and self.world.cuts_samples:

@@ -123,7 +123,6 @@ def training_step(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *
             session.contained("resuming a coupled loss", partial(coupled.open, session, window.batches), None)
 
     def run(inputs: Any, begun: int, of: int) -> Any:
-        """Forward number ``begun`` of the window's ``of``; the loss to log."""
         micro_batch = MicroBatch(session, window, inputs)
         given = (args, {**kwargs, "inputs": inputs}) if "inputs" in kwargs else ((args[0], inputs, *args[2:]), kwargs)
         with (
@@ -137,10 +136,8 @@ def training_step(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *
         loss = micro_batch.logged()
         return result if loss is None else loss
 
-    if session.in_pieces is None:
-        loss = run(inputs, window.done + 1, len(window.batches))
-    else:
-        loss = session.in_pieces.run(window, inputs, run)
+    pieces, of = session.in_pieces, len(window.batches)
+    loss = run(inputs, window.done + 1, of) if pieces is None else pieces.run(window, inputs, run)
     window.done += 1
     return _closed(session, window, loss) if window.done == len(window.batches) else loss
 

@@ -131,6 +131,7 @@ _ROWS: Final = (
     Attribute(TRAINER, "create_accelerator_and_postprocess", "train a copy", off=VERIFY),
     Attribute(ARGUMENTS, "world_size process_index device gradient_accumulation_steps", "count a window"),
     Attribute(ARGUMENTS, "n_gpu", "refuse DataParallel"),
+    Attribute(ARGUMENTS, "seed data_seed", "draw groups of alike lengths by the epoch"),
     Attribute(ARGUMENTS, "average_tokens_across_devices", "keep upstream from a second collective", since="4.46.2"),
     Attribute(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
     Attribute(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
