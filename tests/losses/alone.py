@@ -13,7 +13,8 @@ from tests.trainings import Case
 #: What stock trains right however it is cut: what is by its number, without another term; and sums.
 RIGHT_IN_STOCK = {
     "number", "number-of-classes", "number-by-hand", "number-in-float32", "number-and-kind-detached", "own-number",
-    "own-number-by-hand", "func-number", "outputs-loss", "super-and-teacher-by-number", "sum", "sum-of-classes", "smoothing",
+    "own-number-by-hand", "func-number", "outputs-loss", "super-and-teacher-by-number", "sum", "sum-of-classes",
+    "smoothing",
 }  # fmt: skip
 #: All others are exact. No sum of means, or a hidden one; a window whose terms are new.
 _INEXACT = """
