@@ -91,6 +91,8 @@ class OfEpoch(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[int]:
         """One epoch."""
         self.__wrapped__.generator = torch.Generator().manual_seed(self._self_seed + self._self_epoch)
+        # Older releases of accelerate pass no epoch on.
+        self._self_epoch += 1
         return iter(self.__wrapped__)
 
 

@@ -1,1 +1,1 @@
-"""``out_of_memory="split"``: a micro-batch that does not fit runs in pieces, at the gradient of the whole."""
+"""Another cut of the same global batch: pieces of micro-batches that do not fit, and other machines."""

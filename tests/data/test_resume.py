@@ -64,8 +64,7 @@ def test_cut_and_resumed_it_is_the_uncut_trajectory(kind: str, tmp_path: Path) -
     for epoch in range(len(uncut.windows) // per_epoch):
         places = list(chain.from_iterable(uncut.windows[per_epoch * epoch : per_epoch * (epoch + 1)]))
         assert len(places) == len(set(places)) == (10 if kind == "drop_last" else 11)
-    # A sampler that groups by length draws its order anew where an epoch is resumed: see below.
-    for at in (4,) if kind == "group_by_length" else (3, 4):
+    for at in (3, 4):
         checkpoint = tmp_path / "uncut" / f"checkpoint-{at}"
         found = train(MLM, samples, "apply", tmp_path / "cut", checkpoint=checkpoint, **given)
         assert found.windows == uncut.windows[at:]
@@ -111,13 +110,10 @@ def cut_in_mid_epoch(kind: str, folder: Path, path: str = "apply", **more: Any) 
     return samples, uncut, train(MLM, samples, path, folder / path, checkpoint=checkpoint, **given, **more)
 
 
-def test_groups_by_length_resumed_in_mid_epoch_are_upstreams_own_and_exact(tmp_path: Path) -> None:
-    """Upstream does not seed this sampler, so that a resumed epoch has another order, stock or not."""
-    samples, uncut, found = cut_in_mid_epoch("group_by_length", tmp_path)
-    _, _, stock = cut_in_mid_epoch("group_by_length", tmp_path / "stock", "stock")
-    assert found.windows == stock.windows and found.windows != uncut.windows[3:]
-    wanted, _ = reference("bert-mlm", samples, [*uncut.windows[:3], *found.windows])
-    assert relative(found.change, wanted) <= 1e-12
+def test_groups_by_length_in_stock_are_others_once_resumed(tmp_path: Path) -> None:
+    """Upstream does not seed this sampler, so that a resumed epoch has another order, which repeats samples."""
+    _, uncut, stock = cut_in_mid_epoch("group_by_length", tmp_path, "stock")
+    assert stock.windows != uncut.windows[3:]
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "group_by_length"])
