@@ -25,10 +25,11 @@ CHOICES: Final = {
     "accumulate_in": ("parameter", "float32"),
     "out_of_memory": ("raise", "split"),
     "global_batch": ("warn", "keep"),
+    "micro_batch": ("fixed", "auto"),
 }
 
 #: The options that `accumulation_windows` does not take.
-_OF_TRAINERS: Final = ("allow_foreign", "eval_loss", "balance_windows", "out_of_memory", "global_batch")
+_OF_TRAINERS: Final = ("allow_foreign", "eval_loss", "balance_windows", "out_of_memory", "global_batch", "micro_batch")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class Options:
         out_of_memory: what becomes of a micro-batch that runs out of memory: "raise" its error; "split", it runs in
             pieces, at the gradient of the whole.
         global_batch: where a checkpoint was trained with another one: "warn"; "keep", refuse before the first step.
+        micro_batch: "auto", the samples of a rank's window run in as few micro-batches as fit, alike lengths together;
+            it learns what fits by out_of_memory="split", which it sets.
 
     Raises:
         OptionsError: if a value is none of these, or does not go with another.
@@ -99,6 +102,7 @@ class Options:
     accumulate_in: str = "parameter"
     out_of_memory: str = "raise"
     global_batch: str = "warn"
+    micro_batch: str = "fixed"
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as one string instead of a tuple."""
@@ -121,6 +125,12 @@ class Options:
         for name, (fits, expected) in allowed.items():
             if not fits:
                 raise OptionsError(f"got {name}={getattr(self, name)!r}; expected {expected}")
+        if self.micro_batch == "auto":
+            object.__setattr__(self, "out_of_memory", "split")
+            if self.balance_windows:
+                raise OptionsError(
+                    "got micro_batch='auto' and balance_windows, which pack the same samples; expected one of them"
+                )
         if self.coupled and self.coupled_loss == "micro-batch":
             raise OptionsError(
                 f"got coupled={self.coupled!r} with coupled_loss='micro-batch', which reads no module; expected 'rank' "

@@ -45,6 +45,7 @@ OPTIONS: Final = {
     "balance_windows": "length-balance the micro-batches of a window",
     "accumulate_in": "of gradients of 16-bit parameters",
     "global_batch": "where a checkpoint had another global batch",
+    "micro_batch": "of how many samples",
     "out_of_memory": "what becomes of a micro-batch that does not fit",
 }
 """The options of apply() that are words, names and switches, and their help."""

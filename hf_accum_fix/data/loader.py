@@ -53,10 +53,11 @@ def in_windows(
     if host.world.size > 1 and isinstance(loader, DataLoaderStateMixin):
         loader = WithoutDuplicates(loader, host.options.drop_duplicates, partial(note_repeated, host))
         loader.check()
-    if opened is not None:
-        return WholeWindows(loader, host.steps, opened)
+    merged = host.in_pieces.merged if host.options.micro_batch == "auto" else None
     # Without a length it is a stream.
-    return WholeWindows(loader, host.steps) if length_hint(loader, -1) < 0 or loses_the_rest else loader
+    if opened is not None or merged is not None or length_hint(loader, -1) < 0 or loses_the_rest:
+        return WholeWindows(loader, host.steps, opened, merged)
+    return loader
 
 
 def skip_first_batches(training: Training, original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:

@@ -35,17 +35,25 @@ class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]
         steps: G, micro-batches of a window.
         opened: called with the micro-batches of each window before the first of them is yielded, for loops
             that fetch one by one; None: not called.
+        merged: what to run of the micro-batches of a window, at most as many; None: them.
     """
 
-    def __init__(self, loader: Any, steps: int, opened: Callable[[list[Any]], object] | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        steps: int,
+        opened: Callable[[list[Any]], object] | None = None,
+        merged: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> None:
         super().__init__(loader)
         self._self_steps = steps
         self._self_opened = opened
+        self._self_merged = merged
         self._self_skipped = self._self_passes = 0
 
     def around(self, loader: Any) -> WholeWindows:
         """The same for another loader: the rest of a resumed epoch."""
-        return WholeWindows(loader, self._self_steps, self._self_opened)
+        return WholeWindows(loader, self._self_steps, self._self_opened, self._self_merged)
 
     def past(self, batches: int) -> WholeWindows:
         """Begin the next epoch after the windows of so many micro-batches of a stream, perhaps in a later pass."""
@@ -74,6 +82,7 @@ class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]
             self.set_epoch(0)
             windows = islice(self._windows(), skipped, None)
         for window in windows:
+            window = window if self._self_merged is None else self._self_merged(window)
             if self._self_opened is not None:
                 self._self_opened(window)
             yield from [PlaceholderBatch.like(window[-1])] * (self._self_steps - len(window))

@@ -58,6 +58,7 @@ class Training(Protocol):
     warned: set[str]  # names of the warnings that were given
     state: Any  # of its windows
     context_parallel: bool  # its step would cut samples
+    in_pieces: Any = None  # a `pieces.in_pieces.InPieces`; None: its options are off
 
     @property
     def model(self) -> nn.Module:

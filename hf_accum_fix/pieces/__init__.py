@@ -1,1 +1,1 @@
-"""Another cut of the same global batch: pieces of micro-batches that do not fit, and other machines."""
+"""Another cut of the same global batch: pieces of micro-batches, as few as fit, and other machines."""

@@ -20,13 +20,16 @@ from accelerate.utils import release_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_accum_fix.counting.items import ZeroWeightBatch
 from hf_accum_fix.engines.engine import is_sharded
+from hf_accum_fix.engines.model import decoder_pad
 from hf_accum_fix.engines.watched import own_hooks
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.learning.join import take_rows
 from hf_accum_fix.learning.look import out_of_memory
 from hf_accum_fix.pieces.cap import Cap
-from hf_accum_fix.pieces.cut import Places, can_be_cut, in_pieces, places_in, rows_of, taken, width_of
+from hf_accum_fix.pieces.cut import Places, can_be_cut, in_pieces, packed, places_in, rows_of, taken, width_of
 from hf_accum_fix.trace.preserve import overridden, random_states
 from hf_accum_fix.window.host import Host
 from hf_accum_fix.window.window import Window
@@ -86,6 +89,15 @@ class InPieces:
             release_memory()
             batches = [take_rows(each, range(-(-rows_of(each) // 2))) for each in batches]
 
+    def merged(self, batches: list[Any]) -> list[Any]:
+        """The samples of a window in as few micro-batches as are known to fit; as they are, if they cannot be cut."""
+        host, contract = self._host, self._host.contract
+        if contract is None or any(isinstance(each, ZeroWeightBatch) or _why_whole(contract, each) for each in batches):
+            return batches
+        has_decoder = decoder_pad(host.bare(host.model)) is not None
+        found = packed(batches, *contract.cut_by, self.cap.limit, has_decoder=has_decoder)
+        return batches if found is None or len(found) >= len(batches) else found
+
     def run(self, window: Window, batch: Any, run: Run) -> Tensor:
         """Run a micro-batch; its part of the window's logged loss, 0-dim."""
         place = at = window.done
@@ -108,11 +120,11 @@ class InPieces:
     def _micro_batch(self, window: Window, batch: Any, run: Run) -> Tensor | None:
         """Its loss; None: a backward ran out of memory."""
         loss: Tensor | None = None
-        pieces, begun, of = deque(self._known_pieces(window, batch)), window.done, len(window.batches)
+        pieces, begun, of = deque(self._known_pieces(window.part.contract, batch)), window.done, len(window.batches)
         count = sum(map(len, pieces))
         while pieces:
             places = pieces.popleft()
-            piece = batch if len(places) == count else taken(batch, places, _blocks(window))
+            piece = batch if len(places) == count else taken(batch, places, window.part.contract.cut_by[0])
             begun, last = begun + 1, window.done + 1 == of and not pieces
             error: Exception | None = None
             try:
@@ -124,7 +136,7 @@ class InPieces:
                 if not out_of_memory(caught):
                     raise
                 error = caught
-            begun, smaller = begun - 1, self._smaller(window, batch, places, error)
+            begun, smaller = begun - 1, self._smaller(window.part.contract, batch, places, error)
             # Without the frames of its forward, which hold tensors.
             error, piece = error.with_traceback(None), None
             release_memory()
@@ -155,17 +167,18 @@ class InPieces:
                 # A forward that failed would share its buffers once more, and wait for the other ranks.
                 model.require_forward_param_sync = False
 
-    def _known_pieces(self, window: Window, batch: Any) -> list[Places]:
+    def _known_pieces(self, contract: LossContract, batch: Any) -> list[Places]:
         """A micro-batch in as few pieces as are known to fit; whole, if nothing has failed yet."""
-        blocks, places = _blocks(window), places_in(batch, _blocks(window))
-        if self.cap.limit is None or _why_whole(window, batch):
+        blocks, group = max(contract.cut_by[0], 1), contract.cut_by[1]
+        places = places_in(batch, blocks)
+        if self.cap.limit is None or _why_whole(contract, batch):
             return [places]
-        return in_pieces(places, window.part.contract.cut_by[1], self.cap.limit // (width_of(batch) * blocks))
+        return in_pieces(places, group, self.cap.limit // (width_of(batch) * blocks))
 
-    def _smaller(self, window: Window, batch: Any, places: Places, error: Exception) -> list[Places]:
+    def _smaller(self, contract: LossContract, batch: Any, places: Places, error: Exception) -> list[Places]:
         """What ran out of memory, in two pieces; raises its error where it cannot be cut."""
-        blocks, group = _blocks(window), window.part.contract.cut_by[1]
-        rows, width, why = len(places) * blocks, width_of(batch), _why_whole(window, batch)
+        blocks, group = max(contract.cut_by[0], 1), contract.cut_by[1]
+        rows, width, why = len(places) * blocks, width_of(batch), _why_whole(contract, batch)
         found = f"got a micro-batch of {rows} rows of {width} numbers, padding included, that runs out of memory"
         if any(own_hooks(each, _AFTER) for each in self._host.model.parameters()):
             why = why or "an optimizer, or another hook, runs inside the backward"
@@ -203,17 +216,12 @@ class InPieces:
         self._host.note(out_of_memory=self.cap.to_dict())
 
 
-def _blocks(window: Window) -> int:
-    return max(window.part.contract.cut_by[0], 1)
-
-
-def _why_whole(window: Window, batch: Any) -> str:
+def _why_whole(contract: LossContract, batch: Any) -> str:
     """Why a micro-batch cannot run in pieces; empty: it can."""
-    contract = window.part.contract
     if not contract.exact:
         return contract.doubt or contract.reason
-    if not can_be_cut(batch, _blocks(window)):
-        return "it has a single row, or inputs whose rows are no samples"
+    if not can_be_cut(batch, max(contract.cut_by[0], 1)):
+        return "it has inputs whose rows are no samples"
     if not contract.cut_by[1] or contract.needs_forwards:
         return "it is not known that the losses of its samples add up"
     return ""

@@ -15,13 +15,25 @@ import torch
 from torch import Tensor, nn
 
 import hf_accum_fix
+from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.pieces.cap import PATIENCE, Cap
 from hf_accum_fix.pieces.cut import in_pieces
 from hf_accum_fix.pieces.in_pieces import KEPT
+from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Head, Sample, seeded
 from tests.numerics.heads.head import FLOAT64
-from tests.numerics.parity import Step, StockRecorder, cut, pass_over_imports, reference_step, take_step, trainer_of
+from tests.numerics.parity import (
+    ClassRecorder,
+    Step,
+    StockRecorder,
+    cut,
+    pass_over_imports,
+    reference_step,
+    take_step,
+    trainer_of,
+)
 from tests.pieces.memory import Memory, OutOfMemoryError
 from tests.ranks import on_ranks, same_on_all_ranks
 
@@ -245,6 +257,55 @@ def test_pieces_hold_each_place_once_and_groups_whole(count: int, group: int, at
     assert all(piece[0] % group == 0 for piece in pieces)
 
 
+# --- micro_batch="auto" ----------------------------------------------------------------------------------------------
+
+#: Of what fits: everything, or three rows in a backward.
+FITS = (Memory, partial(Memory, backward=3))
+
+
+@pytest.mark.parametrize("memory", FITS, ids=("all", "three"))
+@pytest.mark.parametrize("at", ((1, 8), (2, 4)))
+@pytest.mark.parametrize("name", (*EVERYDAY, "llava", "wav2vec2-ctc-mean", "func-with-number", "lora", "two-terms"))
+def test_auto_takes_the_same_steps_in_fewer_micro_batches(
+    name: str, at: tuple[int, int], memory: Any, tmp_path: Path
+) -> None:
+    """Three windows: the first, which shows how the loss is reduced, as it comes."""
+    head, short = HEADS[name], memory()
+    given = {"samples": [*head.samples, *head.samples[::-1], *head.samples], "steps": 3, "learning_rate": 0.1}
+    whole = split(head, Memory(), at, tmp_path, **given)
+    found = split(head, short, at, tmp_path, options={"micro_batch": "auto"}, **given)
+    assert found.error(whole) <= head.tolerance and is_exact(found)
+    if memory is Memory:
+        assert short.trained == [at[0]] * at[1] + [8, 8]
+    else:
+        assert max(short.trained[at[1] :]) <= 3 and len(short.trained) <= at[1] + 8 + 2
+
+
+@pytest.mark.parametrize("kind", ("tail", "stream", "pairs", "what is not cut", "the class"))
+def test_auto_where_windows_are_special(kind: str, tmp_path: Path) -> None:
+    """Short windows, streams; pairs stay together; what cannot be cut comes as it is."""
+    head = pairs(blocks=True) if kind == "pairs" else HEADS["qwen-vl" if kind == "what is not cut" else "bert-mlm"]
+    samples: Any = head.samples[:6] if kind == "tail" else head.samples
+    given = {"samples": Stream(samples) if kind == "stream" else samples, "steps": 4, "learning_rate": 0.1}
+    short, whole = Memory(), split(head, Memory(), (1, 4), tmp_path, **given)
+    if kind == "the class":
+        cls = type("Ours", (ClassRecorder,), {"global_batch_options": Options(micro_batch="auto")})
+        found = take_step(
+            short.head(head), samples, 1, 4, "trainer", tmp_path, trainer_class=cls, steps=4, learning_rate=0.1
+        )
+    else:
+        found = split(head, short, (1, 4), tmp_path, options={"micro_batch": "auto"}, **given)
+    assert found.error(whole) <= head.tolerance and is_exact(found)
+    rows = 2 if kind == "pairs" else 1
+    merged = {"tail": [2, 4, 2], "what is not cut": [1] * 12}.get(kind, [4 * rows] * 3)
+    assert short.trained == [rows] * 4 + merged
+
+
+def test_auto_and_balancing_are_not_combined() -> None:
+    with pytest.raises(OptionsError, match="expected one of them"):
+        Options(micro_batch="auto", balance_windows=True)
+
+
 # --- two ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +342,7 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     # A parameter that nothing uses, beside the same training with memory enough.
     ("lora", 1, "backward", {"steps": 3, "learning_rate": 0.1}),
     ("bert-classes", 1, "both", {"steps": 3, "learning_rate": 0.1, "ddp_find_unused_parameters": True}),
+    ("llama", 1, "backward", {"steps": 3, "learning_rate": 0.1, "options": {"micro_batch": "auto"}}),
 ]
 
 
