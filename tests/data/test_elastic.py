@@ -43,6 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+#: In CI.
+EVERY = ("shuffled", "stream", "group by length")
+
+
 def rows(kinds: Sequence[str], per_device: int, accumulate: int, until: int, folder: str, begin: int) -> list[Any]:
     """Each kind from the step it begins at, 0 or a checkpoint's, to its next stop."""
     pass_over_imports()
@@ -62,8 +66,8 @@ def row(kind: str, per_device: int, accumulate: int, until: int, folder: Path, b
     return {"parameters": trainable(found.trainer.model), "windows": [sorted(window) for window in found.windows]}
 
 
-def test_one_training_on_four_two_three_and_one_rank(tmp_path: Path) -> None:
-    kinds = [*KINDS]
+@pytest.mark.parametrize("kinds", (EVERY, pytest.param(tuple(KINDS), marks=pytest.mark.thorough)), ids=("some", "all"))
+def test_one_training_on_four_two_three_and_one_rank(kinds: Sequence[str], tmp_path: Path) -> None:
     [uncut] = on_ranks(rows, kinds, 4, 3, 8, str(tmp_path / "uncut"), 0, ranks=1)
     begin, windows, ends = 0, {kind: list[Any]() for kind in kinds}, dict[str, Any]()
     for ranks, per_device, accumulate, until in STAGES:
@@ -92,6 +96,7 @@ def row_until_killed(folder: str) -> None:
         row("shuffled", 3, 1, 8, Path(folder), 0)
 
 
+@pytest.mark.thorough
 def test_one_rank_of_four_is_killed_and_three_go_on(tmp_path: Path) -> None:
     [[uncut]] = on_ranks(rows, ["shuffled"], 4, 3, 8, str(tmp_path / "uncut"), 0, ranks=1)
     with pytest.raises(RankFailedError):

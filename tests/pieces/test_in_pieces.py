@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_accum_fix
-from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.pieces.cap import PATIENCE, Cap
-from hf_accum_fix.pieces.cut import in_pieces
 from hf_accum_fix.pieces.in_pieces import KEPT
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Head, Sample, seeded
@@ -234,29 +231,6 @@ def test_what_was_learnt_holds_in_later_windows_and_after_a_resume(tmp_path: Pat
     assert again.failures == 0
 
 
-def test_a_larger_piece_is_tried_again_below_what_failed() -> None:
-    cap = Cap()
-    cap.failed(800, 400)
-    assert [cap.window_ended() for _ in range(PATIENCE)] == [*[False] * (PATIENCE - 1), True]
-    assert cap.limit == 600
-    cap.failed(600, 300)
-    assert (cap.limit, cap.fails) == (300, 600)
-    grown = [cap.window_ended() for _ in range(10 * PATIENCE)]
-    assert sum(grown) < 5 and not grown[-1]
-    assert 0.9 * cap.fails < cap.limit < cap.fails
-    assert Cap.of(cap.to_dict()) == cap
-
-
-@pytest.mark.parametrize("count", (1, 5, 8, 12))
-@pytest.mark.parametrize("group", (1, 2, 4))
-@pytest.mark.parametrize("at_most", (1, 3, 4, 100))
-def test_pieces_hold_each_place_once_and_groups_whole(count: int, group: int, at_most: int) -> None:
-    pieces = in_pieces(range(count), group, at_most)
-    assert [place for piece in pieces for place in piece] == [*range(count)]
-    assert all(len(piece) <= max(at_most // group, 1) * group for piece in pieces)
-    assert all(piece[0] % group == 0 for piece in pieces)
-
-
 # --- micro_batch="auto" ----------------------------------------------------------------------------------------------
 
 #: Of what fits: everything, or three rows in a backward.
@@ -299,11 +273,6 @@ def test_auto_where_windows_are_special(kind: str, tmp_path: Path) -> None:
     rows = 2 if kind == "pairs" else 1
     merged = {"tail": [2, 4, 2], "what is not cut": [1] * 12}.get(kind, [4 * rows] * 3)
     assert short.trained == [rows] * 4 + merged
-
-
-def test_auto_and_balancing_are_not_combined() -> None:
-    with pytest.raises(OptionsError, match="expected one of them"):
-        Options(micro_batch="auto", balance_windows=True)
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------
