@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.engines.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.errors import UnsupportedSetupError
@@ -54,6 +55,13 @@ def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractConte
     set_last_micro_batch(accelerator, last)
     # DeepSpeed uses that boundary; its own no_sync refuses ZeRO-2 and -3.
     return nullcontext() if last or is_deepspeed(accelerator) else accelerator.no_sync(model)
+
+
+def again(model: nn.Module) -> nn.Module:
+    """A model for one more forward of a micro-batch, in which DDP shares no buffers: the other ranks would not join."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_forward_param_sync = False
+    return model
 
 
 def set_last_micro_batch(accelerator: Any, last: bool) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hf_accum_fix.counting.items import ZeroWeightBatch
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, is_being_made, set_last_micro_batch
+from hf_accum_fix.engines.engine import again, engine_divisor, is_being_made, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
@@ -226,7 +226,7 @@ class MicroBatch:
             if "num_items_in_batch" in kwargs:
                 kwargs["num_items_in_batch"] = self.window.stock_number
             with overridden(session, "base_loss", None):
-                return self._compute_loss(model, dict(self.inputs), *args, **kwargs)
+                return self._compute_loss(again(model), dict(self.inputs), *args, **kwargs)
         except AccumFixError as error:
             session.refused = error
             raise
@@ -252,7 +252,7 @@ class MicroBatch:
             return loss, outputs
         # A constant without a graph: with a dummy target every parameter gets a zero gradient.
         self.zero_weight = True
-        return session.unscaled_loss(model, contract.items.with_target(inputs), passed)
+        return session.unscaled_loss(again(model), contract.items.with_target(inputs), passed)
 
     def _weigh(self, loss: Tensor) -> Weighed:
         """Weight a loss of this micro-batch, by its graph, or as it was scaled by its rule."""

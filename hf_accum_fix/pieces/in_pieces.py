@@ -8,10 +8,9 @@ are averaged once, after the last piece.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.counting.items import ZeroWeightBatch
-from hf_accum_fix.engines.engine import is_sharded
+from hf_accum_fix.engines.engine import again, is_sharded
 from hf_accum_fix.engines.model import decoder_pad
 from hf_accum_fix.engines.watched import own_hooks
 from hf_accum_fix.errors import UnsupportedSetupError
@@ -33,8 +32,6 @@ from hf_accum_fix.pieces.cut import Places, can_be_cut, in_pieces, packed, place
 from hf_accum_fix.trace.preserve import overridden, random_states
 from hf_accum_fix.window.host import Host
 from hf_accum_fix.window.window import Window
-
-logger = logging.getLogger("hf_accum_fix")
 
 #: Its entry among the states of callbacks, which are in a checkpoint.
 KEPT: Final = "hf_accum_fix.out_of_memory"
@@ -156,16 +153,13 @@ class InPieces:
             self._in_backward = True
             return backward(*args, **kwargs)
 
-        if not isinstance(model, DistributedDataParallel):
-            with overridden(engine, "backward", noted):
-                yield
-            return
-        with overridden(engine, "backward", noted), model.no_sync():
+        assert model is not None
+        without = model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        with overridden(engine, "backward", noted), without:
             try:
                 yield
             finally:
-                # A forward that failed would share its buffers once more, and wait for the other ranks.
-                model.require_forward_param_sync = False
+                again(model)
 
     def _known_pieces(self, contract: LossContract, batch: Any) -> list[Places]:
         """A micro-batch in as few pieces as are known to fit; whole, if nothing has failed yet."""
