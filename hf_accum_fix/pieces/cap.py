@@ -32,10 +32,6 @@ class Cap:
         """For a checkpoint, and for report()."""
         return asdict(self)
 
-    def rows_of(self, width: int) -> int | None:
-        """The most rows of a width; at least one; None: any number."""
-        return None if self.limit is None else max(self.limit // width, 1)
-
     def failed(self, size: int, next_size: int) -> None:
         """A size ran out of memory, and the next to be tried is smaller."""
         self.fails = size if self.fails is None else min(self.fails, size)
