@@ -275,7 +275,7 @@ def accumulation_windows(
             torch.distributed if it is initialised, else one process.
         steps: G; None: the accelerator's ``gradient_accumulation_steps``.
         options: of `Options`, by name: ``contract``, ``drop_duplicates`` (a micro-batch of repeated samples alone is
-            run and counts nothing), ``router_loss``, ``accumulate_in``.
+            run and counts nothing), ``router_loss``, ``coupled_loss``, ``coupled``, ``accumulate_in``.
 
     Raises:
         SeamError: if the accelerator lacks an attribute that is used.

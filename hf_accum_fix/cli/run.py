@@ -39,14 +39,14 @@ OPTIONS: Final = {
     "allow_foreign": "wrap this replacement of a Trainer method by another package instead of refusing it; repeatable",
     "eval_loss": "report eval_loss as the mean over items",
     "drop_duplicates": "drop samples that accelerate repeats",
-    "router_loss": "of a mixture of experts",
+    "router_loss": "load-balancing loss: mean over micro-batches, or exact: over the global batch",
     "coupled_loss": "over which samples a coupled loss is computed",
     "coupled": "a module that returns one vector per sample, for --coupled-loss; repeatable",
     "balance_windows": "length-balance the micro-batches of a window",
-    "accumulate_in": "of gradients of 16-bit parameters",
-    "global_batch": "where a checkpoint had another global batch",
-    "micro_batch": "of how many samples",
-    "out_of_memory": "what becomes of a micro-batch that does not fit",
+    "accumulate_in": "dtype that sums gradients of 16-bit parameters",
+    "global_batch": "if a checkpoint had another global batch: warn, or keep: refuse",
+    "micro_batch": "fixed: as your batch size says; auto: as few micro-batches as fit in memory",
+    "out_of_memory": "if a micro-batch does not fit: raise its error, or split it",
 }
 """The options of apply() that are words, names and switches, and their help."""
 

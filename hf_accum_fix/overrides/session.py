@@ -118,7 +118,7 @@ class Session(Host):
         if self.world.cuts_samples:
             cutting.complete_shards(self, batches)
         if not self.state.opened:
-            check_global_batch(self, self.trainer.args, self.trainer.state.stateful_callbacks)
+            check_global_batch(self, self.trainer)
         self.state.opened += bool(batches)
         self.window = window = open_unless_aside(self, batches, number, error)
         if window is not None and self.world.cuts_samples:

@@ -13,20 +13,22 @@ from hf_accum_fix.window.host import Host
 KEPT: Final = "hf_accum_fix.cut"
 
 
-def check_global_batch(host: Host, args: Any, states: dict[str, Any]) -> None:
+def check_global_batch(host: Host, trainer: Any) -> None:
     """Compare a training's global batch with its checkpoint's, and keep its cut for the next one.
 
     Args:
         host: the training.
-        args: its TrainingArguments.
-        states: of callbacks; of a resumed training those of its checkpoint.
+        trainer: of it; the states of callbacks of a resumed one are those of its checkpoint.
 
     Raises:
         UnsupportedSetupError: if it is another one, and the option is "keep".
     """
+    args, states = trainer.args, trainer.state.stateful_callbacks
+    # auto_find_batch_size makes it smaller.
+    rows = getattr(trainer, "_train_batch_size", None) or args.per_device_train_batch_size
     splits = bool(getattr(args.accelerator_config, "split_batches", False))
     cut = {
-        "per_device_train_batch_size": int(args.per_device_train_batch_size),
+        "per_device_train_batch_size": int(rows),
         "gradient_accumulation_steps": host.steps,
         "ranks": 1 if splits else host.world.data_ranks,
     }

@@ -55,8 +55,9 @@ class InPieces:
 
     def __init__(self, host: Host, states: Callable[[], MutableMapping[str, Any]]) -> None:
         if is_sharded(host.accelerator) or host.world.shards or host.world.data_ranks != host.world.size:
+            option = "micro_batch='auto'" if host.options.micro_batch == "auto" else "out_of_memory='split'"
             raise UnsupportedSetupError(
-                "got out_of_memory='split' with FSDP, DeepSpeed or ranks that share samples, which wait for one "
+                f"got {option} with FSDP, DeepSpeed or ranks that share samples, which wait for one "
                 "another in every forward; expected one process or DistributedDataParallel; leave the option out"
             )
         self._host, self._states = host, states
@@ -185,7 +186,7 @@ class InPieces:
             self._host.warn_once("too large", f"{self._host.head}: {found}: {why}; {words}")
             raise error
         half = in_pieces(places, group, -(-len(places) // 2))
-        fits = len(half[0]) * blocks
+        fits = max(map(len, half)) * blocks
         self.cap.failed(rows * width, fits * width)
         self._keep()
         self._host.warn_once(
