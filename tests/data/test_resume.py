@@ -29,12 +29,6 @@ SIZED: dict[str, dict[str, Any]] = {
 MLM = head_of("bert-mlm")
 
 
-@pytest.fixture(autouse=True)
-def old_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases before 4.48 read their checkpoints as torch before 2.6 wrote them."""
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-
-
 @pytest.mark.parametrize("name", ["llama", "bert-mlm"])
 @pytest.mark.parametrize("steps", [2, 3, 4, 8])
 def test_a_stream_that_wraps_around_steps_every_short_window(name: str, steps: int, tmp_path: Path) -> None:
