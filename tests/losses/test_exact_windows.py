@@ -112,7 +112,7 @@ def _sample(place: int, steps: int) -> dict[str, Tensor]:
 
 def _trained(model: nn.Module, args: Any, data: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
     """A trainer, and the steps whose gradients were corrected."""
-    monkeypatch.setattr(Session, "readable", property(lambda _: False))
+    monkeypatch.setattr(Session, "reads_are_free", property(lambda _: False))
     corrected: list[int] = []
     monkeypatch.setattr(window, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
     with hf_accum_fix.apply(quiet=True):
