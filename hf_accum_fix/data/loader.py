@@ -97,13 +97,18 @@ class OfEpoch(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return iter(self.__wrapped__)
 
 
+def ranks_of_a_step(host: Training, args: Any) -> int:
+    """The ranks that have batches of ``per_device_train_batch_size``: with ``split_batches`` each has a part of one."""
+    return 1 if getattr(args.accelerator_config, "split_batches", False) else host.world.data_ranks
+
+
 def _seed(host: Training, trainer: Any, sampler: Any) -> None:
     """Seed a batch sampler's order, if it groups samples by length."""
-    inner, args = getattr(sampler, "sampler", None), trainer.args
+    inner: Any = getattr(sampler, "sampler", None)
     # By its name, since this folder knows no Trainer.
     if type(inner).__name__ == "LengthGroupedSampler":
-        seed, batch = args.seed if args.data_seed is None else args.data_seed, getattr(inner, "batch_size", 1)
-        sampler.sampler = OfEpoch(inner, seed, batch * host.world.data_ranks)
+        seed = trainer.args.seed if trainer.args.data_seed is None else trainer.args.data_seed
+        sampler.sampler = OfEpoch(inner, seed, inner.batch_size * ranks_of_a_step(host, trainer.args))
         sampler.set_epoch = sampler.sampler.set_epoch
 
 

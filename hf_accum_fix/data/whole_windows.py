@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import wrapt
 
 from hf_accum_fix.counting.items import has_rows
+
+OfWindow: TypeAlias = Callable[[list[Any]], Any] | None
 
 
 class PlaceholderBatch(dict[str, Any]):
@@ -27,6 +29,12 @@ class PlaceholderBatch(dict[str, Any]):
         return cls({key: value[:0] if has_rows(value) else value for key, value in inputs.items()})
 
 
+def is_placeholder(inputs: Any) -> bool:
+    """Whether a batch is a placeholder, or what a custom step has made of one."""
+    rows = [len(each) for each in inputs.values() if has_rows(each)] if isinstance(inputs, Mapping) else []
+    return isinstance(inputs, PlaceholderBatch) or (bool(rows) and not any(rows))
+
+
 class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A train dataloader whose every epoch is whole windows of ``steps`` micro-batches; otherwise unchanged.
 
@@ -38,13 +46,7 @@ class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]
         merged: what to run of the micro-batches of a window, at most as many; None: them.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        steps: int,
-        opened: Callable[[list[Any]], object] | None = None,
-        merged: Callable[[list[Any]], list[Any]] | None = None,
-    ) -> None:
+    def __init__(self, loader: Any, steps: int, opened: OfWindow = None, merged: OfWindow = None) -> None:
         super().__init__(loader)
         self._self_steps = steps
         self._self_opened = opened

@@ -124,9 +124,9 @@ class Steps:
     def conclude(self, host: Training) -> None:
         """When all optimizers have stepped after a window: name what none has moved."""
         left = [each for each in self._left if self._moves and id(each[1]) not in self._held]
-        own, self._own, self._waiting, self._left, self._moves = self._own, {}, {}, [], False
+        self._waiting, self._left, self._moves = {}, [], False
         if lost := [(name, each) for name, each, place, before in left if bool(_at(each, place) == before)]:
-            none = self._held.isdisjoint(own)
+            none = self._held.isdisjoint(self._own)
             what = "none of the model's parameters" if none else f"no {_names(lost)}, which got a gradient"
             words = (
                 f"{host.head}: got an optimizer with {what}; expected all that require one; make it of this model, "

@@ -57,7 +57,7 @@ def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractConte
     return nullcontext() if last or is_deepspeed(accelerator) else accelerator.no_sync(model)
 
 
-def again(model: nn.Module) -> nn.Module:
+def sharing_no_buffers(model: nn.Module) -> nn.Module:
     """A model for one more forward of a micro-batch, in which DDP shares no buffers: the other ranks would not join."""
     if isinstance(model, DistributedDataParallel):
         model.require_forward_param_sync = False

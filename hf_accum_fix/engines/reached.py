@@ -28,7 +28,7 @@ from hf_accum_fix.counting.items import count_dtype
 from hf_accum_fix.engines.difference import Difference, looks_like
 from hf_accum_fix.engines.engine import before_the_step, is_deepspeed, reduced_in
 from hf_accum_fix.engines.ranks import Training
-from hf_accum_fix.engines.watched import ELEMENTS, PARAMETERS, Watched, choose, own_hooks, watch
+from hf_accum_fix.engines.watched import AFTER, ELEMENTS, PARAMETERS, Watched, choose, own_hooks, watch
 
 #: Windows in which it is tried, until one has a gradient that is finite and not zero (fp16 begins with overflows).
 ATTEMPTS: Final = 8
@@ -39,8 +39,6 @@ _STEPS_INSIDE: Final = "an optimizer steps inside the backward"
 _LEFT: Final = "gradients were there as the window began: call optimizer.zero_grad() after each step"
 _FAILED: Final = "a micro-batch, or reading its gradient, failed on a rank"
 _OTHERS: Final = "parameters could not be chosen, or are others, on some ranks"
-#: Torch's attribute of the hooks that see a gradient once it is added.
-_AFTER: Final = "_post_accumulate_grad_hooks"
 #: Numbers of a parameter in the second collective.
 _NUMBERS: Final = 7
 
@@ -219,8 +217,8 @@ def judge(ranks: Training, watched: Sequence[Watched], times: float, steps: int,
         expected, gradient = (whole * times)[each.own or slice(None)], each.read()
         used = torch.zeros_like(expected) if gradient is None else gradient.reshape(-1).to(expected)
         # An optimizer that steps there leaves zeros or nothing; a user's mask of rows is the same in every split.
-        inside = bool(getattr(each.leaf, _AFTER, None)) and not bool(used.any())
-        expected = expected * (used != 0) if not inside and own_hooks(each.leaf, _AFTER) else expected
+        inside = bool(getattr(each.leaf, AFTER, None)) and not bool(used.any())
+        expected = expected * (used != 0) if not inside and own_hooks(each.leaf, AFTER) else expected
         dtypes = [each.dtype] if gradient is None else [each.dtype, gradient.dtype]
         epsilon = max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
         products = (used - expected).square().sum(), (used * expected).sum(), expected.square().sum()

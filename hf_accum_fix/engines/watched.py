@@ -19,6 +19,8 @@ from hf_accum_fix.trace.preserve import KeepsStorages, PythonState
 logger = logging.getLogger("hf_accum_fix")
 
 PARAMETERS: Final = 8
+#: Torch's attribute of the hooks that see a gradient once it is added.
+AFTER: Final = "_post_accumulate_grad_hooks"
 #: Modules whose hooks are not the user's.
 _ENGINES: Final = ("hf_accum_fix.", "torch.distributed.", "accelerate.", "deepspeed.")
 #: One megabyte in float64.

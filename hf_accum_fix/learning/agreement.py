@@ -70,9 +70,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items == old.rule)
     items = next((each.rule for each in of_items if each.rule is not None), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
-    hands, cut_by = any(each.hands_number for each in pool), max(each.cut_by for each in pool)
-    found = replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, cut_by=cut_by)
-    found = replace(found, hands_number=hands)
+    found = replace(first, terms=terms, items=items, doubt=doubt, cut_by=max(each.cut_by for each in pool))
+    found = replace(found, takes_world_size=takes, hands_number=any(each.hands_number for each in pool))
     return found.of_two_fates(takes_number=stays or (found.custom and found.by_number))
 
 

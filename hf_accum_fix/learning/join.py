@@ -178,13 +178,20 @@ def can_divide(batch: Batch, height: int = 0) -> bool:
     if height and len(parts) > 1:
         return False
     values = (pair for part in parts for pair in part.items() if has_rows(pair[1]))
-    return all(_is_plain(value) and len(value) in heights and not _is_of_graph(key, value) for key, value in values)
+    return all(
+        _is_plain(v) and len(v) in heights and not (_is_of_graph(k, v) or _is_crosswise(k, v)) for k, v in values
+    )
 
 
 def _is_of_graph(key: str, value: Any) -> bool:
     """Whether its rows are no samples: edges, or PyG's ``batch`` (the graph of each node, from 0 on) and ``ptr``."""
     is_index = key in ("batch", "ptr") and isinstance(value, Tensor) and value.ndim == 1 and not value[:1].any()
     return any(each in key for each in _OF_GRAPHS) or (is_index and bool((value.diff() >= 0).all()))
+
+
+def _is_crosswise(key: str, value: Any) -> bool:
+    """Whether its samples are second: position ids of three axes."""
+    return "position" in key and isinstance(value, Tensor) and value.ndim == 3 and len(value) == 3
 
 
 def _is_plain(value: Any) -> bool:
@@ -262,7 +269,7 @@ def _concatenated(key: str, one: Tensor, other: Tensor, *, on_left: bool) -> Ten
         return None
     if _is_of_graph(key, one) and _is_of_graph(key, other):
         other = other + one[-1] + 1 if key == "batch" else other[1:] + one[-1]
-    axis = int("position" in key and one.ndim == 3 and len(one) == 3)
+    axis = int(_is_crosswise(key, one))
     wider = [at for at in range(one.ndim) if at != axis and one.shape[at] != other.shape[at]]
     if len(wider) == 1:
         width = max(one.shape[wider[0]], other.shape[wider[0]])

@@ -35,7 +35,7 @@ from hf_accum_fix.router.router_loss import has_z_loss, router_coefficients, rou
 from hf_accum_fix.trace.preserve import PythonState, overridden
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.seams import CUTS, VERIFY
-from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host, Value, loss_of_outputs
+from hf_accum_fix.window.host import MADE_BY_STEP, MADE_LATER, Host, loss_of_outputs
 from hf_accum_fix.window.settle import settle
 from hf_accum_fix.window.state import LossState
 from hf_accum_fix.window.window import Window, open_unless_aside
@@ -168,9 +168,6 @@ class Session(Host):
             if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
-
-    def looking(self, look: Callable[[Sequence[Any]], Value], batches: Sequence[Any]) -> Value:
-        return super().looking(look, batches) if self.in_pieces is None else self.in_pieces.looking(look, batches)
 
     def loss_in_training(
         self, model: nn.Module, inputs: Any, number: Tensor | None, **given: Any

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_accum_fix.counting.items import ZeroWeightBatch
-from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import again, engine_divisor, is_being_made, set_last_micro_batch
+from hf_accum_fix.data.whole_windows import is_placeholder
+from hf_accum_fix.engines.engine import engine_divisor, is_being_made, set_last_micro_batch, sharing_no_buffers
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
@@ -98,7 +98,7 @@ def training_step(wrapped: Original, trainer: Any, args: Args, kwargs: Kwargs, *
     """
     session = session_of(trainer, options)
     window, inputs = session.window, kwargs["inputs"] if "inputs" in kwargs else args[1]
-    if isinstance(inputs, PlaceholderBatch):
+    if is_placeholder(inputs):
         return torch.zeros((), device=session.world.device)
     # The inner call of a class that is also patched passes through, as does a step that is only observed.
     if session.state.aside or session.base_loss is not None:
@@ -226,7 +226,7 @@ class MicroBatch:
             if "num_items_in_batch" in kwargs:
                 kwargs["num_items_in_batch"] = self.window.stock_number
             with overridden(session, "base_loss", None):
-                return self._compute_loss(again(model), dict(self.inputs), *args, **kwargs)
+                return self._compute_loss(sharing_no_buffers(model), dict(self.inputs), *args, **kwargs)
         except AccumFixError as error:
             session.refused = error
             raise
@@ -252,7 +252,7 @@ class MicroBatch:
             return loss, outputs
         # A constant without a graph: with a dummy target every parameter gets a zero gradient.
         self.zero_weight = True
-        return session.unscaled_loss(again(model), contract.items.with_target(inputs), passed)
+        return session.unscaled_loss(sharing_no_buffers(model), contract.items.with_target(inputs), passed)
 
     def _weigh(self, loss: Tensor) -> Weighed:
         """Weight a loss of this micro-batch, by its graph, or as it was scaled by its rule."""

@@ -6,12 +6,12 @@ A size is rows times width: the numbers of the widest input, for a text its toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 #: Windows without a failure after which a larger piece is tried.
 PATIENCE: Final = 200
-#: Sizes this near, relative, are not told apart by another trial.
+#: Sizes this near, relative, are not worth another trial.
 _NEAR: Final = 0.05
 
 
@@ -27,10 +27,6 @@ class Cap:
     def of(cls, kept: Mapping[str, Any]) -> Cap:
         """As it was in a checkpoint; {}: there was none."""
         return cls(**{name: int(value) for name, value in kept.items() if value is not None})
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint, and for report()."""
-        return asdict(self)
 
     def failed(self, size: int, next_size: int) -> None:
         """A size ran out of memory, and the next to be tried is smaller."""

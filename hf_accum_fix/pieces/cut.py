@@ -41,12 +41,8 @@ def places_in(batch: Any, blocks: int) -> range:
 
 def can_be_cut(batch: Any, blocks: int) -> bool:
     """Whether every input has rows of samples, in so many blocks."""
-    if not _has_rows(batch):
-        return False
     rows = rows_of(batch)
-    # Position ids of three axes have their samples second.
-    crosswise = any("position" in key and getattr(value, "ndim", 0) == 3 for key, value in batch.items())
-    return rows % blocks == 0 and not crosswise and can_divide(batch, rows // blocks if blocks > 1 else 0)
+    return _has_rows(batch) and rows % blocks == 0 and can_divide(batch, rows // blocks if blocks > 1 else 0)
 
 
 def in_pieces(places: Places, group: int, at_most: int) -> list[Places]:
@@ -64,11 +60,14 @@ def packed(
 
     Each is as narrow as its texts, as the samples were that have shown how the loss adds up. None: they do not join.
     """
-    whole: Any = batches[0]
-    for each in batches[1:]:
-        whole = None if whole is None else join(whole, each, blocks)
-    if whole is None:
-        return None
+    wholes = list(batches)
+    # Pairs of them, so that no sample is copied more often than need be.
+    while len(wholes) > 1:
+        joined = [join(one, other, blocks) for one, other in zip(wholes[::2], wholes[1::2], strict=False)]
+        if any(each is None for each in joined):
+            return None
+        wholes = [*joined, *wholes[2 * len(joined) :]]
+    [whole] = wholes
     places = places_in(whole, blocks)
     lengths = _lengths(whole, blocks)
     groups = [places[at : at + group] for at in range(0, len(places), group)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from hf_accum_fix.data.loader import ranks_of_a_step
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.window.host import Host
 
@@ -26,26 +27,20 @@ def check_global_batch(host: Host, trainer: Any) -> None:
     args, states = trainer.args, trainer.state.stateful_callbacks
     # auto_find_batch_size makes it smaller.
     rows = getattr(trainer, "_train_batch_size", None) or args.per_device_train_batch_size
-    splits = bool(getattr(args.accelerator_config, "split_batches", False))
     cut = {
         "per_device_train_batch_size": int(rows),
         "gradient_accumulation_steps": host.steps,
-        "ranks": 1 if splits else host.world.data_ranks,
+        "ranks": ranks_of_a_step(host, args),
     }
     before = states.get(KEPT, {}).get("attributes", cut)
-    if _samples(before) != _samples(cut):
-        words = (
-            f"got a global batch of {_samples(cut)} samples ({_words(cut)}), and a checkpoint's of {_samples(before)}"
-        )
-        words = f"{words} ({_words(before)}); expected the same; set a product of {_samples(before)}"
+    now, then = math.prod(cut.values()), math.prod(before.values())
+    if now != then:
+        words = f"got a global batch of {now} samples ({_words(cut)}), and a checkpoint's of {then} ({_words(before)})"
+        words += f"; expected the same; set a product of {then}"
         if host.options.global_batch == "keep":
             raise UnsupportedSetupError(f"{words}, or omit global_batch='keep'")
         host.warn_once("global batch", f"{words}, or tune the learning rate again")
     states[KEPT] = {"args": {}, "attributes": cut}
-
-
-def _samples(cut: Mapping[str, int]) -> int:
-    return math.prod(cut.values())
 
 
 def _words(cut: Mapping[str, int]) -> str:

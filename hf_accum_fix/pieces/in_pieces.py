@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, Final, TypeVar
+from dataclasses import asdict, replace
+from typing import Any, Final
 
 import torch
 from accelerate.utils import release_memory
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.counting.items import ZeroWeightBatch
-from hf_accum_fix.engines.engine import again, is_sharded
+from hf_accum_fix.engines.engine import is_sharded, sharing_no_buffers
 from hf_accum_fix.engines.model import decoder_pad
-from hf_accum_fix.engines.watched import own_hooks
+from hf_accum_fix.engines.watched import AFTER, own_hooks
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.learning.contract import LossContract
 from hf_accum_fix.learning.join import take_rows
@@ -30,14 +30,11 @@ from hf_accum_fix.learning.look import out_of_memory
 from hf_accum_fix.pieces.cap import Cap
 from hf_accum_fix.pieces.cut import Places, can_be_cut, in_pieces, packed, places_in, rows_of, taken, width_of
 from hf_accum_fix.trace.preserve import overridden, random_states
-from hf_accum_fix.window.host import Host
+from hf_accum_fix.window.host import Host, Value
 from hf_accum_fix.window.window import Window
 
 #: Its entry among the states of callbacks, which are in a checkpoint.
 KEPT: Final = "hf_accum_fix.out_of_memory"
-#: Torch's attribute of the hooks that see a gradient once it is added.
-_AFTER: Final = "_post_accumulate_grad_hooks"
-Value = TypeVar("Value")
 #: Run a piece: (inputs, number of this forward in its window, from 1, number of the last) -> its part of the log.
 Run = Callable[[Any, int, int], Tensor]
 
@@ -56,9 +53,11 @@ class InPieces:
     def __init__(self, host: Host, states: Callable[[], MutableMapping[str, Any]]) -> None:
         if is_sharded(host.accelerator) or host.world.shards or host.world.data_ranks != host.world.size:
             option = "micro_batch='auto'" if host.options.micro_batch == "auto" else "out_of_memory='split'"
+            shares = host.world.data_ranks != host.world.size
+            engine = "ranks that share samples" if shares else host.accelerator.distributed_type.value
             raise UnsupportedSetupError(
-                f"got {option} with FSDP, DeepSpeed or ranks that share samples, which wait for one "
-                "another in every forward; expected one process or DistributedDataParallel; leave the option out"
+                f"got {option} and {engine}, whose ranks wait for one another in every forward; expected one process "
+                "or DistributedDataParallel; leave the option out"
             )
         self._host, self._states = host, states
         self._cap: Cap | None = None
@@ -104,9 +103,11 @@ class InPieces:
             self._is_empty = all(each.grad is None for each in self._host.model.parameters())
         self._given.append(batch)
         while (loss := self._micro_batch(window, self._given[at], run)) is None or at < place:
-            at = window.done = 0 if loss is None else at + 1
+            at += 1
             if loss is None:
+                at = 0
                 self._undo(window)
+            window.done = at
         if place + 1 == len(window.batches):
             self._given = []
             if isinstance(self._host.trained, DistributedDataParallel):
@@ -135,8 +136,8 @@ class InPieces:
                     raise
                 error = caught
             begun, smaller = begun - 1, self._smaller(window.part.contract, batch, places, error)
-            # Without the frames of its forward, which hold tensors.
-            error, piece = error.with_traceback(None), None
+            # The frames of its forward hold tensors.
+            error = piece = None
             release_memory()
             if self._in_backward:
                 return None
@@ -160,7 +161,7 @@ class InPieces:
             try:
                 yield
             finally:
-                again(model)
+                sharing_no_buffers(model)
 
     def _known_pieces(self, contract: LossContract, batch: Any) -> list[Places]:
         """A micro-batch in as few pieces as are known to fit; whole, if nothing has failed yet."""
@@ -175,7 +176,7 @@ class InPieces:
         blocks, group = max(contract.cut_by[0], 1), contract.cut_by[1]
         rows, width, why = len(places) * blocks, width_of(batch), _why_whole(contract, batch)
         found = f"got a micro-batch of {rows} rows of {width} numbers, padding included, that runs out of memory"
-        if any(own_hooks(each, _AFTER) for each in self._host.model.parameters()):
+        if any(own_hooks(each, AFTER) for each in self._host.model.parameters()):
             why = why or "an optimizer, or another hook, runs inside the backward"
         if self._in_backward and not self._is_empty:
             why = why or "gradients were there as its window began"
@@ -202,13 +203,13 @@ class InPieces:
         for each in self._host.trained.parameters():
             each.grad = None
         self._host.delivery.gradient.drop()
-        window.part, window.value, window.done = replace(window.part), None, 0
+        window.part, window.value = replace(window.part), None
         self._random.restore()
 
     def _keep(self) -> None:
         """Keep what was learnt for checkpoints and for report()."""
-        self._states()[KEPT] = {"args": {}, "attributes": self.cap.to_dict()}
-        self._host.note(out_of_memory=self.cap.to_dict())
+        self._states()[KEPT] = {"args": {}, "attributes": asdict(self.cap)}
+        self._host.note(out_of_memory=asdict(self.cap))
 
 
 def _why_whole(contract: LossContract, batch: Any) -> str:

@@ -115,10 +115,6 @@ class Host(Training, ABC):
         dist.all_gather_object(gathered, values[0])
         return gathered
 
-    def looking(self, look: Callable[[Sequence[Any]], Value], batches: Sequence[Any]) -> Value:
-        """What looking at micro-batches shows."""
-        return look(batches)
-
     @abstractmethod
     def run(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
         """The trained loss, to be run on micro-batches of a window while the context is open."""

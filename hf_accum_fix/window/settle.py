@@ -67,7 +67,8 @@ def _of_all(host: Host, batches: Sequence[Any], number: Any) -> LossContract:
         # Where ranks meet in every forward, none runs fewer.
         batches = [batch for batch in batches if host.world.shards or host.labels_of(batch) == host.state.loss.labels]
         with SyncedRanks(host.gather if host.world.size > 1 else None) as synced:
-            seen = host.looking(lambda its: _observed(host, its, number, synced), batches)
+            look = partial(_observed, host, number=number, synced=synced)
+            seen = look(batches) if host.in_pieces is None else host.in_pieces.looking(look, batches)
     except Exception as caught:
         error = caught
     by_design = isinstance(error, BY_DESIGN) or (error is not None and out_of_memory(error))

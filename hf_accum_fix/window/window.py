@@ -171,7 +171,7 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         if host.contract is not None and host.contract.reduction is Reduction.STOCK:
             raise StandAsideError
         counted, asked = count_window(host, batches, number, error), True
-    if host.reads_are_free and host.source.has_stock:
+    if host.reads_are_free:
         host.contained("reading what windows have shown", host.read, None)
     return Window(host, list(batches), *counted)
 

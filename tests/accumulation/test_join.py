@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_accum_fix.learning.join import join, splits
+from hf_accum_fix.learning.join import can_divide, join, splits
 
 Batch = Mapping[str, Any]
 
@@ -162,6 +162,12 @@ def test_position_ids_of_three_axes_have_their_samples_second() -> None:
     positions = torch.arange(5).expand(3, 1, 5)
     (twice, *_), *_ = splits([{**tokens(3), "position_ids": positions}])
     assert twice["position_ids"].shape == (3, 2, 5) and twice["labels"].shape == (2, 5)
+
+
+def test_three_samples_are_not_taken_for_the_three_axes_of_their_positions() -> None:
+    positions = torch.arange(5).expand(3, 3, 5)
+    assert not can_divide({**tokens(3, 4, 5), "position_ids": positions})
+    assert can_divide({**tokens(3, 4, 5), "position_ids": positions[0]})
 
 
 def test_targets_of_another_sequence_stay_as_wide_as_they_are() -> None:

@@ -26,7 +26,7 @@ from tests.ranks import RankFailedError, on_ranks
 pytestmark = pytest.mark.skipif(before("5.0.0"), reason="4.49.0 itself goes on with the checkpoint's batch size")
 #: Ranks, samples of a micro-batch, micro-batches of a window, and the step to stop at: always twelve samples.
 STAGES = ((4, 3, 1, 2), (2, 3, 2, 5), (3, 2, 2, 6), (1, 4, 3, 8))
-#: Of distinct tokens, by which each is told.
+#: Of distinct tokens, by which each is recognised.
 SAMPLES = text(lengths=[3 + index * 17 % 20 for index in range(40)])
 KINDS: dict[str, dict[str, Any]] = {
     "shuffled": {},

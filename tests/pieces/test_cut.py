@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from accelerate.utils import DistributedType
 
-from hf_accum_fix.errors import OptionsError
+import hf_accum_fix
+from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.pieces.cap import PATIENCE, Cap
 from hf_accum_fix.pieces.cut import in_pieces
 from tests.numerics.heads import HEADS
-from tests.numerics.parity import cut, reference_step
+from tests.numerics.parity import cut, reference_step, trainer_of
 from tests.pieces.memory import Memory
 from tests.pieces.test_in_pieces import SHORT, is_exact, split
 
@@ -22,6 +25,19 @@ def test_one_head_of_everyday(kind: str, tmp_path: Path) -> None:
     step = split(head, short, (4, 2), tmp_path)
     assert step.error(reference_step(head, cut(head.samples, 4))) <= head.tolerance
     assert short.failures and not short.left and is_exact(step)
+
+
+@pytest.mark.parametrize("option", ({"out_of_memory": "split"}, {"micro_batch": "auto"}), ids=str)
+def test_an_engine_whose_ranks_wait_is_refused(
+    option: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [(name, value)] = option.items()
+    with hf_accum_fix.apply(quiet=True, **option):
+        trainer = trainer_of(HEADS["llama"], tmp_path)
+        monkeypatch.setattr(trainer.accelerator.state, "distributed_type", DistributedType.FSDP)
+        with pytest.raises(UnsupportedSetupError, match=f"got {name}='{value}' and FSDP, whose ranks wait"):
+            trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_one_head_in_as_few_micro_batches_as_fit(tmp_path: Path) -> None:
@@ -43,7 +59,7 @@ def test_a_larger_piece_is_tried_again_below_what_failed() -> None:
     grown = [cap.window_ended() for _ in range(10 * PATIENCE)]
     assert sum(grown) < 5 and not grown[-1]
     assert 0.9 * cap.fails < cap.limit < cap.fails
-    assert Cap.of(cap.to_dict()) == cap
+    assert Cap.of(asdict(cap)) == cap
 
 
 @pytest.mark.parametrize("count", (1, 5, 8, 12))

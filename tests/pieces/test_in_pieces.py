@@ -255,6 +255,22 @@ def test_auto_takes_the_same_steps_in_fewer_micro_batches(
         assert max(short.trained[at[1] :]) <= 3 and len(short.trained) <= at[1] + 8 + 2
 
 
+class Copies(StockRecorder):
+    """Its step hands on other objects than were fetched."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(model, {**inputs}, *args, **kwargs)
+
+
+def test_auto_with_a_step_that_makes_its_batches_anew(tmp_path: Path) -> None:
+    head, short = HEADS["bert-mlm"], Memory(backward=3)
+    given = {"steps": 3, "learning_rate": 0.1, "trainer_class": Copies}
+    whole = split(head, Memory(), (1, 4), tmp_path, **given)
+    found = split(head, short, (1, 4), tmp_path, options={"micro_batch": "auto"}, **given)
+    assert found.error(whole) <= head.tolerance and is_exact(found)
+    assert max(short.trained) > 1
+
+
 @pytest.mark.parametrize("kind", ("tail", "stream", "pairs", "what is not cut", "the class"))
 def test_auto_where_windows_are_special(kind: str, tmp_path: Path) -> None:
     """Short windows, streams; pairs stay together; what cannot be cut comes as it is."""
@@ -308,7 +324,7 @@ def row_of_rank(name: str, place: int, kind: str, more: dict[str, Any], folder: 
 
 CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     *((name, place, kind, {}) for name in ("llama", "bert-classes", "llava") for place in (0, 1) for kind in SHORT),
-    # A parameter that nothing uses, beside the same training with memory enough.
+    # Compared with the same training where memory suffices; a parameter that nothing uses.
     ("lora", 1, "backward", {"steps": 3, "learning_rate": 0.1}),
     ("bert-classes", 1, "both", {"steps": 3, "learning_rate": 0.1, "ddp_find_unused_parameters": True}),
     ("llama", 1, "backward", {"steps": 3, "learning_rate": 0.1, "options": {"micro_batch": "auto"}}),
