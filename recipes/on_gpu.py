@@ -8,7 +8,7 @@ The parts:
 
     overhead        apply() and stock, in turns: a micro-batch, a step, the waits of the host (overhead.py)
     speed           length-balanced windows, stock and batch_rebalance, a 1B Llama, bfloat16 autocast (window_speed.py)
-    router_loss     "exact" against "mean": a small Mixtral (router_loss_cost.py)
+    router_loss     "exact" against "mean": a small Mixtral
     accumulate_in   "float32" against "parameter": a bfloat16 Llama
     sweep           the LLaVA sweep, 128 samples a step: stock, hotfix, apply() (llava_sweep.py)
 
@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import overhead
-import router_loss_cost
 import shared
 import torch
 import transformers
@@ -151,8 +150,17 @@ def part_speed(rows: Rows, options: argparse.Namespace) -> None:
 
 
 def part_router_loss(rows: Rows, options: argparse.Namespace) -> None:
-    steps = options.steps if ON_GPU else 2
-    trainings = {mode: partial(router_loss_cost.train, mode, steps) for mode in ("mean", "exact")}
+    size = overhead.Size(width=256, layers=4, length=192, steps=options.steps if ON_GPU else 2)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}
+    config = transformers.MixtralConfig(vocab_size=overhead.VOCABULARY, router_aux_loss_coef=0.01, **shape)
+
+    def train(mode: str, after: Callable[[int], None]) -> None:
+        torch.manual_seed(0)
+        with hf_accum_fix.apply(router_loss=mode, quiet=True):
+            overhead.run(transformers.MixtralForCausalLM(config), "llama", size, size.steps, after)
+
+    trainings = {mode: partial(train, mode) for mode in ("mean", "exact")}
     add_times(rows, "Mixtral", trainings, 1 if options.quick else options.rounds, overhead.STEPS_OF_ACCUMULATION)
 
 

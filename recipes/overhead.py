@@ -31,19 +31,11 @@ from typing import Any
 
 import shared
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from tqdm import tqdm
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-)
 
 import hf_accum_fix
 
@@ -96,8 +88,8 @@ def build(head: str, size: Size) -> nn.Module:
     width = {"hidden_size": size.width, "intermediate_size": 3 * size.width, "num_hidden_layers": size.layers}
     shape = {**width, "num_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": size.length}
     if head == "bert":
-        return BertForSequenceClassification(BertConfig(**shape, num_labels=3))
-    return LlamaForCausalLM(LlamaConfig(**shape))
+        return transformers.BertForSequenceClassification(transformers.BertConfig(**shape, num_labels=3))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
 
 
 def samples_of(head: str, size: Size, count: int) -> list[dict[str, Tensor]]:
@@ -122,7 +114,7 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": together}
 
 
-class Watcher(TrainerCallback):
+class Watcher(transformers.TrainerCallback):
     """Calls back at the end of every optimizer step."""
 
     def __init__(self, after: Any) -> None:
@@ -156,8 +148,8 @@ def run(model: nn.Module, head: str, size: Size, steps: int, after: Any) -> int:
             max_steps=steps, ddp_backend="gloo" if world > 1 and shared.on_cpu() else None,
         )  # fmt: skip
         data = samples_of(head, size, steps * STEPS_OF_ACCUMULATION * PER_DEVICE * world)
-        trainer = Trainer(model, arguments, collate, data, callbacks=[Watcher(after)])
-        trainer.remove_callback(PrinterCallback)
+        trainer = transformers.Trainer(model, arguments, collate, data, callbacks=[Watcher(after)])
+        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return forwards
 

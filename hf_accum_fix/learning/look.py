@@ -69,8 +69,7 @@ class Setting:
     has_z_loss: bool = False  # the model's loss has a mean over all positions, a router's loss by convention
     decoder_pad: int | None = None  # as for `rules.targets_padding`
     has_stock: bool = False  # a Trainer hands its number on, so that what cannot be read may stay as it is there
-    #: the ranks that hold a sample's parts run each forward together, of one micro-batch as it was fetched.
-    is_cut: bool = False
+    is_cut: bool = False  # the ranks that hold a sample's parts run each forward together, as it was fetched
     halves: bool = False  # where a split runs out of memory, the samples are halved
     doubt: str = ""  # why it is not exact, whatever is observed; empty: there is no reason
 
@@ -214,7 +213,8 @@ def is_of_forward(error: Exception) -> bool:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether a device or the host ran out of memory."""
-    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+    text, kinds = str(error).lower(), (MemoryError, torch.cuda.OutOfMemoryError)
+    return isinstance(error, kinds) or "out of memory" in text or "defaultcpuallocator" in text  # a device, the host
 
 
 def _kept_small(tensor: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.ranks import fails_everywhere
 from hf_accum_fix.errors import AccumFixError
+from hf_accum_fix.learning.look import out_of_memory
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.defects import is_present
@@ -20,7 +21,7 @@ from hf_accum_fix.verification.copies import plugins_copied
 from hf_accum_fix.verification.dry_run import DryRun, dry_run
 from hf_accum_fix.verification.explanation import NEAR, explain, rounding
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, relative, take
-from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, SceneSplit, out_of_memory
+from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, SceneSplit
 from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell, off_by
 from hf_accum_fix.verification.restore import in_mode
 

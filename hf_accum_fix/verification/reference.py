@@ -16,6 +16,7 @@ from hf_accum_fix.engines.model import products_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.evaluation import loss_alone
 from hf_accum_fix.learning.contract import How, LossContract, Reduction
+from hf_accum_fix.learning.look import out_of_memory
 from hf_accum_fix.overrides.trainer_facts import data_ranks
 from hf_accum_fix.router.router_loss import weighted_router_loss
 from hf_accum_fix.trace.preserve import random_states, seed_generators
@@ -227,11 +228,6 @@ def without_outputs(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         return found if isinstance(found, tuple) else (found, None)
 
     return wrapped
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error is out of memory."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def compute(scene: Scene, mode: str, own: int) -> Reference:

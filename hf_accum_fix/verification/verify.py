@@ -15,6 +15,7 @@ from hf_accum_fix.confirmation import is_quiet
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.ranks import fails_everywhere
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
+from hf_accum_fix.learning.look import out_of_memory
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.session import session_of
 from hf_accum_fix.overrides.trainer_facts import compute_loss_of, data_ranks
@@ -33,7 +34,7 @@ from hf_accum_fix.verification.copies import (
 )
 from hf_accum_fix.verification.projection import BUCKETS, ROWS
 from hf_accum_fix.verification.proof import limit_across, proof_of
-from hf_accum_fix.verification.reference import Reference, Scene, SceneSplit, compute, out_of_memory, without_outputs
+from hf_accum_fix.verification.reference import Reference, Scene, SceneSplit, compute, without_outputs
 from hf_accum_fix.verification.report import PATCHED, STOCK, SplitResult, VerificationReport, could_not_tell, judge_own
 from hf_accum_fix.verification.restore import active_mode, options_of, unseen, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of

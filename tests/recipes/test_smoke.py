@@ -19,6 +19,7 @@ from tests.torchrun import torchrun
 
 #: Arguments of the shortest run, and what it leaves in its folder.
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "any_machine": ("--steps 6", ("any_machine.png",)),
     "accelerate_loop": ("--head bert --windows 1 --epochs 1 --total-batch 16 --splits 4x4", ("curves.png",)),
     "convergence_monitor": ("--audit --quick", ("audit.json",)),
     "coupled_cost": ("--pairs 64 --windows 2", ("results.json", "table.md")),
@@ -27,7 +28,6 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "llava_sweep": ("--steps 1 --total-batch 32 --splits 1x32", ("results.jsonl", "curves.png")),
     "on_gpu": ("--quick --parts accumulate_in --rounds 1", ("results.json", "table.txt")),
     "router_loss": ("--steps 2 --every 1 --accumulate 4 --samples 32", ("router_loss.png", "table.md")),
-    "router_loss_cost": ("--rounds 0", ()),
     "sample_shards": ("--layouts cp --splits 1x2", ("results.jsonl",)),
     "window_speed": (
         "--size tiny --rounds 1 --windows 1 --batch 4 --steps 4 --modes stock,balanced --texts docstrings",
@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: Before a release.
 LONG = (
-    *("convergence_monitor", "coupled_cost", "gradient_precision", "on_gpu", "router_loss", "router_loss_cost"),
+    *("convergence_monitor", "coupled_cost", "gradient_precision", "on_gpu", "router_loss"),
     *("sample_shards", "window_speed"),
 )
 #: Steps of a short run, and the alarm that it has to end with, by the fault.

@@ -1,0 +1,47 @@
+"""Memory that really is full: of a process that may take 500 MiB more, where the whole batch needs over 1,000."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from hf_accum_fix.learning.look import out_of_memory
+from tests.cli.processes import python
+from tests.numerics.heads import before
+
+
+def one_curve(device: str, mib: int) -> None:
+    """The whole batch in one micro-batch ends; in pieces, and by "auto", it takes the steps of a cut that fits."""
+    done = python("-m", "tests.pieces.full_machine", device, str(mib), OMP_NUM_THREADS="1")
+    found = json.loads(done.stdout.splitlines()[-1])
+    fits = found["fits"]
+    assert "memory" in found["whole"]["error"] and fits["losses"][-1] < 0.999 * fits["losses"][0]
+    for option in ("split", "auto"):
+        assert found[option]["cap"]["fails"], found
+        # Float32, in which the losses are logged.
+        assert found[option]["losses"] == pytest.approx(fits["losses"], rel=1e-5)
+        assert found[option]["norm"] == pytest.approx(fits["norm"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the memory of a process so")
+@pytest.mark.skipif(before("5.0.0"), reason="the memory is torch's, in any release")
+def test_a_host_that_is_full() -> None:
+    one_curve("cpu", 500)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_is_full() -> None:
+    one_curve("cuda", 700)
+
+
+def test_what_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="allocate") as of_torch:
+        torch.empty(10**15)
+    for error in (of_torch.value, MemoryError(), torch.cuda.OutOfMemoryError(), RuntimeError("HIP out of memory.")):
+        assert out_of_memory(error)
+    assert not out_of_memory(RuntimeError("a view of non-contiguous memory"))
