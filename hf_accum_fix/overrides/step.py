@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hf_accum_fix.counting.items import ZeroWeightBatch
 from hf_accum_fix.data.whole_windows import is_placeholder
-from hf_accum_fix.engines.engine import engine_divisor, is_being_made, set_last_micro_batch, sharing_no_buffers
+from hf_accum_fix.engines.engine import engine_divisor, makes_states, set_last_micro_batch, sharing_no_buffers
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
@@ -333,10 +333,10 @@ def check_step(session: Session, optimizer: Optimizer, *_: Any) -> None:
 
     Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
     """
-    window = session.window
+    window, engine = session.window, session.trainer.accelerator
     session.delivery.ask(session.delivery.steps.stepped, session, optimizer)
-    # DeepSpeed and layerwise optimizers step inside a micro-batch, and DeepSpeed as it makes 16-bit optimizer states.
-    if session.base_loss is not None or session.state.aside or is_being_made(session.trainer.accelerator):
+    # DeepSpeed and layerwise optimizers step inside a micro-batch.
+    if session.base_loss is not None or session.state.aside or (window is None and makes_states(engine, optimizer)):
         return
     if session.refused is not None:
         raise session.refused

@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from transformers import Trainer
 
 from hf_accum_fix.errors import UnsupportedSetupError
+from tests.backends import trajectory
+from tests.backends.rows import BACKENDS
+from tests.backends.trajectory import gathered, sharding_on, variables
 from tests.data.runs import NotedTrainer, by_length, head_of, train
 from tests.numerics.heads import HEADS, before
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import pass_over_imports, relative, trainable
+from tests.numerics.parity import applied, pass_over_imports, relative, trainable, training_arguments
 from tests.ranks import RankFailedError, on_ranks
 
 pytestmark = pytest.mark.skipif(before("5.0.0"), reason="4.49.0 itself goes on with the checkpoint's batch size")
@@ -42,8 +46,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "whole windows": {"samples": SAMPLES[:36]},
     "lora": {"head": "lora", "samples": [{**each, "labels": each["labels"].clamp(max=2)} for each in SAMPLES]},
 }
-
-
+ADAM: dict[str, Any] = {
+    "optim": "adamw_torch", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1, "ddp_backend": "gloo",
+}  # fmt: skip
 #: In CI.
 EVERY = ("shuffled", "stream", "group by length")
 
@@ -60,9 +65,7 @@ def row(kind: str, per_device: int, accumulate: int, until: int, folder: Path, b
     found = train(
         head, given.pop("samples", SAMPLES), "apply", folder, options=options,
         checkpoint=folder / f"checkpoint-{begin}" if begin else None, per_device=per_device, accumulate=accumulate,
-        optim="adamw_torch", learning_rate=1e-2, max_steps=until, save_strategy="steps", save_steps=1,
-        ddp_backend="gloo",
-        **given,
+        max_steps=until, **ADAM, **given,
     )  # fmt: skip
     return {"parameters": trainable(found.trainer.model), "windows": [sorted(window) for window in found.windows]}
 
@@ -81,6 +84,26 @@ def test_one_training_on_four_two_three_and_one_rank(kinds: Sequence[str], tmp_p
         assert windows[kind] == whole["windows"], kind
         # Of the loss in float32 that the library makes, after eight steps of AdamW.
         assert relative(ends[kind], whole["parameters"]) <= 1e-6, kind
+
+
+def of_shards(kind: str, per_device: int, accumulate: int, until: int, folder: str, begin: int) -> dict[str, Any]:
+    """The parameters after FSDP2 went on with a checkpoint, by a ``FSDP_STATE_DICT_TYPE``."""
+    backend, head = BACKENDS["fsdp2-launched"], trajectory.HEADS["llama"]
+    with variables({**backend.environment, "FSDP_STATE_DICT_TYPE": kind}), applied("apply", drop_duplicates=True):
+        args = training_arguments(Path(folder), per_device, accumulate, max_steps=until, **ADAM)
+        sharding_on(args)
+        trainer = Trainer(head.build(), args, head.batch, SAMPLES)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{begin}" if begin else None)
+        return gathered(trainer.model_wrapped, backend)
+
+
+@pytest.mark.parametrize("kind", ("SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)))
+def test_shards_go_on_with_fewer_ranks(kind: str, tmp_path: Path) -> None:
+    """Loading makes the optimizer's states by a step, which is none of the training."""
+    uncut = on_ranks(of_shards, kind, 12, 1, 6, str(tmp_path / "uncut"), 0, ranks=1)[0]
+    for ranks, per_device, accumulate, until in ((4, 3, 1, 2), (2, 3, 2, 4), (1, 4, 3, 6)):
+        found = on_ranks(of_shards, kind, per_device, accumulate, until, str(tmp_path), until - 2, ranks=ranks)[0]
+    assert relative(found, uncut) <= 1e-6
 
 
 def row_until_killed(folder: str) -> None:
