@@ -31,14 +31,17 @@ def asked(how: str, *orders: str, under: tuple[str, ...] = ()) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "under"), [("apply", ()), ("class", ()), ("stock", RUN)])
+@pytest.mark.parametrize(
+    ("how", "under"),
+    [("apply", ()), *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("class", ()), ("stock", RUN)))],
+)
 def test_every_way_after_each_and_after_two(how: str, under: tuple[str, ...]) -> None:
     found = asked(how, *SINGLE, *PAIRS, under=under)
     assert max(found.values()) < 1e-12, found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["verify", "doctor"])
+@pytest.mark.parametrize("how", ["verify", pytest.param("doctor", marks=pytest.mark.thorough)])
 def test_the_questions_after_a_model(how: str) -> None:
     found = asked(how, "model", "peft,model")
     assert {*found.values()} == {NOT_EXACT}, found

@@ -145,7 +145,7 @@ SHOWN = named(
     *((2, 2, (1, 8), name) for name in ("plain", "clips", "targets on the first")),
     *((3, 2, (2, 4), name) for name in OF_ULYSSES if name not in ("plain", "targets on the first")),
     *((2, 4, (1, 4), name) for name in ("plain", "targets on the second")),
-    *((None, 2, (2, 2), name) for name in ("clips", "smooths labels", "copies its samples", "has a router's loss")),
+    *((None, 2, (2, 2), name) for name in ("copies its samples", "has a router's loss")),
     *((None, 2, (1, 4), "few targets"), (None, 4, (1, 4), "returns its own mean")),
 )
 #: Before a release.
@@ -153,7 +153,7 @@ THOROUGH = named(
     *((stage, 2, split, "plain") for stage in range(4) for split in ((1, 1), (2, 8))),
     *((stage, 4, (1, 4), "clips") for stage in range(4)),
     *((2, 2, (2, 4), name) for name in ("LoRA", "checkpoints", "smooths labels", "packed documents")),
-    *((None, 2, (1, 4), name) for name in ("takes the number", "LoRA", "checkpoints")),
+    *((None, 2, (1, 4), name) for name in ("takes the number", "LoRA", "checkpoints", "clips", "smooths labels")),
     *((None, 4, (1, 4), name) for name in ("takes the number", "clips", "LoRA", "smooths labels")),
 )
 CASES = SHOWN | THOROUGH

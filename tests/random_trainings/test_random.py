@@ -27,7 +27,7 @@ from tests.trainings import Case
 pytestmark = pytest.mark.slow
 
 GIVEN = os.environ.get("HF_ACCUM_FIX_EXAMPLES")
-EXAMPLES = int(GIVEN or 500)
+EXAMPLES = int(GIVEN or 200)
 ON_TWO_RANKS, IN_LOOPS = EXAMPLES // 20, EXAMPLES // 4
 _T = TypeVar("_T")
 

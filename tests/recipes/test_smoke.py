@@ -36,7 +36,15 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: Before a release.
 LONG = (
-    *("convergence_monitor", "coupled_cost", "gradient_precision", "on_gpu", "router_loss"),
+    *(
+        "any_machine",
+        "coupled_recall",
+        "convergence_monitor",
+        "coupled_cost",
+        "gradient_precision",
+        "on_gpu",
+        "router_loss",
+    ),
     *("sample_shards", "window_speed"),
 )
 #: Steps of a short run, and the alarm that it has to end with, by the fault.

@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import ELSEWHERE
 
 ROOT = Path(__file__).parents[2]
+OLDER = ("4.45.2", "4.48.3", "4.49.0")
 RELEASES = (pytest.param("4.48.3", marks=pytest.mark.thorough), "4.49.0")
 
 pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
@@ -41,10 +42,11 @@ def test_verify_tells_what_the_release_does(release: str) -> None:
     run_tests_in(release, "tests/verify/test_verify.py", "tests/verify/test_eval_loss.py")
 
 
-@pytest.mark.parametrize("release", (pytest.param("4.45.2", marks=pytest.mark.thorough), *RELEASES))
+@pytest.mark.parametrize("release", ("4.49.0", *(pytest.param(f"{r}+", marks=pytest.mark.thorough) for r in OLDER)))
 def test_data_and_hand_written_loops(release: str) -> None:
-    """Streams that wrap, repeated samples, resumed epochs, and the loop on two ranks."""
-    run_tests_in(release, "tests/data", "tests/loop/test_two_ranks.py")
+    """Streams that wrap, repeated samples, resumed epochs; with a "+" the slow ones, and the loop on two ranks."""
+    words, but = ("tests/data", "tests/loop/test_two_ranks.py"), ("thorough",)
+    run_tests_in(release.removesuffix("+"), *words, but=but if release.endswith("+") else (*but, "slow"))
 
 
 @pytest.mark.parametrize("release", ("4.41.0", pytest.param("5.4.0", marks=pytest.mark.thorough)))
