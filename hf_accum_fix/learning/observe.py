@@ -103,8 +103,7 @@ class _Splits:
     failure: Exception | None = None  # the first error of a split
     blocks: int = 0  # of the split that it was learnt from, in which it ``added_up``
     added_up: bool = False
-    #: by the rows that stood alone: whether it added up each time.
-    narrowed: dict[int, bool] = field(default_factory=dict)
+    narrowed: dict[int, bool] = field(default_factory=dict)  # by the rows that stood alone: it added up each time
     shown: set[int] = field(default_factory=set)  # those with which it was seen to add up
     seen: list[LossContract] = field(default_factory=list)  # the contract of each split
 
