@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
@@ -63,7 +62,6 @@ PUBLISHED = {
 }
 PUBLISHED_ON = "4.49.0"
 COLOURS = ("#56B4E9", "#E69F00", "#7A0177", "#009E73")  # distinct for the colour-blind, too
-EXTRAS = ("datasets", "matplotlib", "peft", "PIL", "sklearn")  # import names of the extra "recipes"
 
 WARM_UP_STEPS = 12
 IMAGE_SIZE, PATCH_SIZE = 32, 8  # [pixels]; 4 x 4 patches, 16 image tokens
@@ -83,11 +81,6 @@ def read_options() -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 is mixed precision")
     add("--seed", type=int, default=0, help="of the weights and of the order of the samples")
     options = parser.parse_args()
-    if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
-        parser.error(
-            f"got no {', '.join(missing)}; expected the packages of the extra 'recipes'; do "
-            'pip install "hf-accum-fix[recipes]", or pip install ".[recipes]" in a clone'
-        )
     options.world = processes_asked_for(parser)
     share, rest = divmod(options.total_batch, options.world)
     fits = [Split(p, g) for gpus, p, g in PUBLISHED if gpus == options.world and p * g == share]

@@ -12,6 +12,7 @@ A window is the b * G * W samples of one optimizer step. The modes, each a train
     group_by_length  the Trainer's: samples of about one length meet in a micro-batch and so in a step: other steps
     batch_rebalance  the Trainer's, from 5.17 on: balances a window by a cost model; shuffles by its own seed
     balanced         hf_accum_fix.apply(balance_windows=True): stock's own windows, length-balanced
+    auto             hf_accum_fix.apply(micro_batch="auto"): each window in as few micro-batches as fit
     no padding       the limit: balanced's micro-batches with all rows of each levelled to one length
 
 Rounds are interleaved, so that other programs slow all modes alike; every figure is the median over rounds, with the
@@ -47,11 +48,11 @@ from typing import Any
 import shared
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = ("stock", "group_by_length", "batch_rebalance", "balanced", "no padding", "stock again")
+MODES = ("stock", "group_by_length", "batch_rebalance", "balanced", "auto", "no padding", "stock again")
 #: Windows before those that are timed: in these a loss is observed.
 WARM_UP = 3
-#: Modes with stock's windows.
-SAME_WINDOWS = ("stock again", "balanced")
+SAME_WINDOWS = ("stock again", "balanced", "auto")  # as stock's
+OURS = {"balanced": {"balance_windows": True}, "no padding": {"balance_windows": True}, "auto": {"micro_batch": "auto"}}
 #: hidden, layers, heads, intermediate; tokens of the vocabulary
 SIZES = {"tiny": (64, 2, 4, 128, 2000), "medium": (320, 8, 5, 864, 4096), "1b": (2048, 16, 32, 8192, 32000)}
 
@@ -70,6 +71,7 @@ def read_options() -> argparse.Namespace:
     add("--longest", type=int, default=1024, help="tokens that a sample is truncated to")
     add("--size", choices=tuple(SIZES), default="medium", help="of the Llama")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 is mixed precision")
+    add("--mib", type=int, default=0, help="memory that a training may take beside model and data; 0: any")
     add("--cuda", action="store_true", help="train on the GPU")
     add("--cell", help=argparse.SUPPRESS)
     add("--keep", type=Path, help=argparse.SUPPRESS)
@@ -191,13 +193,19 @@ def train(options: argparse.Namespace) -> None:
         ddp_backend=None if options.cuda or options.ranks == 1 else "gloo", **strategy,
     )  # fmt: skip
     clock = Clock()
-    with hf_accum_fix.apply(balance_windows=True) if mode in ("balanced", "no padding") else contextlib.nullcontext():
+    with hf_accum_fix.apply(**OURS[mode]) if mode in OURS else contextlib.nullcontext():
         rows, kind = [{"input_ids": ids} for ids in samples], Trainer if strategy else Ordered
         trainer = kind(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[clock])
         before = resident()
         if options.cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
+        if options.mib and options.cuda:
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction((before + options.mib * 2**20) / whole)
+        elif options.mib:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + options.mib * 2**20, -1))
         trainer.train()
     peak = torch.cuda.max_memory_allocated() if options.cuda else resident(peak=True)
     padded, real = sum(rows * width for rows, width, _ in shapes), sum(tokens for *_, tokens in shapes)

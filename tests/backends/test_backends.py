@@ -44,7 +44,7 @@ FOLDER = Path(tempfile.gettempdir()) / "backends"
 BY_NUMBER, MEAN = "llama", "llama-classification"
 #: What else a backend sets does not hang on the head, nor on which of these engines it is of.
 ENGINES = (
-    *("ddp", "ddp-bf16", "fsdp1-launched", "fsdp2-launched", "fsdp2-bf16", "tensor-parallel-counted-apart"),
+    *("ddp", "fsdp1-launched", "fsdp2-launched", "fsdp2-bf16", "tensor-parallel-counted-apart"),
     *("deepspeed-zero-0", "deepspeed-zero-2", "deepspeed-zero-3", "deepspeed-zero-2-not-told", "deepspeed-zero-3-bf16"),
 )
 BOTH_HEADS = ("ddp", "tensor-parallel-counted-apart", "deepspeed-zero-2")

@@ -33,8 +33,8 @@ except SystemExit:
     pass
 print(process_time(), *sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)
 """
-    env = environment(**with_bytecode_in(tmp_path))
-    # doctor imports the Trainer in another process.
+    # doctor imports the Trainer in another process, all of which would be compiled anew.
+    env = environment(**(with_bytecode_in(tmp_path) if words != ["doctor"] else {"PYTHONDONTWRITEBYTECODE": ""}))
     done = [start([sys.executable, "-c", script], env) for _ in range(2 if words == ["doctor"] else 3)]
     assert all(each.stdout for each in done), done[0].stderr
     assert {word for each in done for word in each.stderr.split()[1:]} == set()

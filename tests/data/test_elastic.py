@@ -101,8 +101,11 @@ def of_shards(kind: str, per_device: int, accumulate: int, until: int, folder: s
 def test_shards_go_on_with_fewer_ranks(kind: str, tmp_path: Path) -> None:
     """Loading makes the optimizer's states by a step, which is none of the training."""
     uncut = on_ranks(of_shards, kind, 12, 1, 6, str(tmp_path / "uncut"), 0, ranks=1)[0]
-    for ranks, per_device, accumulate, until in ((4, 3, 1, 2), (2, 3, 2, 4), (1, 4, 3, 6)):
-        found = on_ranks(of_shards, kind, per_device, accumulate, until, str(tmp_path), until - 2, ranks=ranks)[0]
+    stages = ((2, 3, 2, 3), (1, 4, 3, 6)) if kind.startswith("S") else ((4, 3, 1, 2), (2, 3, 2, 4), (1, 4, 3, 6))
+    begin = 0
+    for ranks, per_device, accumulate, until in stages:
+        found = on_ranks(of_shards, kind, per_device, accumulate, until, str(tmp_path), begin, ranks=ranks)[0]
+        begin = until
     assert relative(found, uncut) <= 1e-6
 
 

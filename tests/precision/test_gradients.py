@@ -117,7 +117,7 @@ class InFloat32(GlobalBatchTrainer):
     global_batch_options = Options(accumulate_in="float32")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_loss_of_16_bits_is_off_and_float32_is_exact(tmp_path: Path) -> None:
     rows, verdicts = of.samples(128), []
     for kind in (GlobalBatchTrainer, InFloat32):

@@ -20,6 +20,7 @@ from tests.precision.gradients import Gradient, batch, error, llama, reference, 
 from tests.precision.test_gradients import NOISE
 from tests.ranks import on_ranks
 
+pytestmark = [pytest.mark.deepspeed, pytest.mark.thorough]
 #: What is written into DeepSpeed's configuration.
 TOLD: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -84,7 +85,6 @@ def rows() -> Any:
     return on_ranks(rows_of)[0]
 
 
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_float32_is_deepspeeds_own(stage: int, rows: Any) -> None:
     rounded = rows[stage, "nothing", "parameter"]
@@ -94,7 +94,6 @@ def test_float32_is_deepspeeds_own(stage: int, rows: Any) -> None:
         assert rows[stage, told, asked]["reduced_in"] == [reduced]
 
 
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_it_adds_in_16_bits_is_refused(stage: int, rows: Any) -> None:
     assert 'expected float32; add "data_types"' in rows[stage, "nothing", "float32"]["raised"]

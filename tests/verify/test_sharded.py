@@ -127,7 +127,7 @@ def found(engine: str) -> dict[str, Any]:
     return {"reports": reports, "changed": changed, "as without": trained(engine, False)[2] == weights}
 
 
-@pytest.mark.parametrize("engine", engines("zero2", "zero3"))
+@pytest.mark.parametrize("engine", engines("zero3"))
 def test_nothing_is_left_changed_and_stock_and_the_engine_are_told_apart(engine: str) -> None:
     one, other = on_ranks(found, engine)
     assert not one["changed"] and not other["changed"] and one["as without"] and other["as without"], one["changed"]
@@ -186,7 +186,7 @@ def out_of_memory(*alone: int) -> str:
         store.set("failed", "")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_cannot_be_told_is_said() -> None:
     """Out of memory on one rank is an error, which the others wait for, in a collective."""
     (nameless, failing, full), other = on_ranks(unanswered)
