@@ -138,7 +138,7 @@ class AccumulationWindow:
                 loss, _ = window.run_by_rule(inputs, window.items_of(batch), partial(host.forward, model))
                 weighed = window.average(loss)
         if host.contract is not None and host.state.loss.is_settled and not host.state.recorded:
-            host.contained("reporting a loss", partial(host.announce, host.contract, len(self)), None)
+            host.contained("reporting a loss", partial(host.announce, host.contract), None)
         window.add(weighed.value)
         if host.accelerator is not None and weighed.loss.requires_grad:
             weighed.loss.register_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]

@@ -273,8 +273,7 @@ class MicroBatch:
             if self.weighed is not None:
                 loss, self.value = self.weighed
                 if self.window.done == 0 and not session.state.recorded:
-                    announce = partial(session.announce, self.part.contract, len(self.window.batches))
-                    session.contained("reporting a loss", announce, None)
+                    session.contained("reporting a loss", partial(session.announce, self.part.contract), None)
                 # The engine may divide by another number than in other micro-batches.
                 divided = engine_divisor(self._engine, **kwargs) / self.part.engine_divisor
                 divided *= 1.0 if session.world.over_ranks is None else session.world.over_ranks

@@ -204,7 +204,7 @@ class Host(Training, ABC):
                 outcome = "The training goes on as without hf_accum_fix, and is not exact"
                 self.warn_once("trouble", f"{self.where}: {plain.reason}. {outcome}")
         if not state.recorded:
-            self.contained("reporting a loss", partial(self.record, plain, self.steps), None)
+            self.contained("reporting a loss", partial(self.record, plain), None)
         state.amend(exact=False)
 
     def warn_once(self, name: str, message: str) -> None:
@@ -250,15 +250,15 @@ class Host(Training, ABC):
         self.noted |= facts
         self.state.amend(**facts)
 
-    def announce(self, contract: LossContract, micro_batches: int) -> None:
+    def announce(self, contract: LossContract) -> None:
         """Record for report(), and log, how the loss of this training is reduced."""
-        self.record(contract, micro_batches)
+        self.record(contract)
         if self.world.rank == 0:
             router = f", {self.router.in_force}" if contract.has_router_loss else ""
             ranks = self.world.data_ranks
-            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, micro_batches, ranks)
+            logger.info("%s: the loss %s%s; G=%d, W=%d.", self.head, contract, router, self.steps, ranks)
 
-    def record(self, contract: LossContract, micro_batches: int) -> None:
+    def record(self, contract: LossContract) -> None:
         """Keep a contract for report()."""
         state, model, ranks = self.state, self.trained, self.world.data_ranks
         observations.record(
@@ -268,7 +268,7 @@ class Host(Training, ABC):
                 **contract.facts(),
                 "exact": state.exact,
                 "inexact_windows": state.inexact,
-                "accumulation_steps": micro_batches,
+                "accumulation_steps": self.steps,
                 "world_size": ranks,
                 "reduced_in": reduced_in(self.accelerator, model) if ranks > 1 and model is not None else [],
                 **({} if self.coupled is None else self.coupled.facts()),
