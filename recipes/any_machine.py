@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import shared
@@ -60,7 +61,7 @@ def train(name: str, machine: Machine, options: argparse.Namespace) -> None:
     def check(ids: torch.Tensor, memory: int) -> None:
         if ids.numel() > memory:
             print(FULL, tuple(ids.shape), flush=True)
-            raise torch.OutOfMemoryError(FULL)
+            raise torch.cuda.OutOfMemoryError(FULL)
 
     def embedded(_: Any, args: Any, output: torch.Tensor) -> None:
         check(args[0], 2 * machine.memory)
@@ -107,9 +108,11 @@ def show(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = shared.Parser(__doc__, "any_machine", new="--machine" not in sys.argv)
-    parser.add_argument("--steps", type=shared.positive, default=60, help="optimizer steps (default: 60)")
+    parser.add_argument("--steps", type=shared.positive, default=60, help="a multiple of 6 (default: 60)")
     parser.add_argument("--machine", choices=MACHINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps % 6:
+        parser.error(f"got --steps {options.steps}; expected a multiple of 6")
     if options.machine:
         return train(options.machine, MACHINES[options.machine], options)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -118,7 +121,7 @@ def main() -> None:
         command += [__file__, "--machine", name, "--steps", str(options.steps), "--output", str(options.output)]
         with (options.output / f"{name}.log").open("w") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        if (code == 0) != (machine.until == 3):
+        if ("(SIGKILL)" in Path(log.name).read_text()) != (machine.until < 3) or (code and machine.until == 3):
             raise SystemExit(f"{name}: got exit code {code}; read {log.name}")
     return show(options)
 

@@ -45,8 +45,7 @@ import hf_accum_fix
 
 Train = Callable[[Callable[[int], None]], object]
 HERE = Path(__file__).resolve().parent
-#: Of the table, in characters: a line is at most 80 wide.
-LABEL, FIGURE = 50, 28
+LABEL, FIGURE = 50, 28  # of the table, in characters: a line is at most 80 wide
 ON_GPU = torch.cuda.is_available()
 AGAIN = "again"  # the first mode once more
 
@@ -132,7 +131,7 @@ def part_overhead(rows: Rows, options: argparse.Namespace) -> None:
 
 def part_speed(rows: Rows, options: argparse.Namespace) -> None:
     # Grouped by length, other samples meet in a step.
-    modes = [mode for mode in window_speed.MODES if mode != "group_by_length"]
+    modes = [mode for mode in window_speed.MODES if mode not in ("group_by_length", "auto")]
     given = ["--modes", ",".join(modes), "--rounds", "1"]
     if options.quick:
         given += ["--size", "tiny", "--windows", "1", "--batch", "4", "--steps", "4"]

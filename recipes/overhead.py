@@ -40,8 +40,7 @@ from tqdm import tqdm
 import hf_accum_fix
 
 MODES = ("stock", "stock again", "apply")
-#: Steps that are not counted: the first observes the loss, and on several ranks three are corrected in any case.
-UNPROVEN = 3
+UNPROVEN = 3  # steps that are not counted: the first observes the loss, and on several ranks three are corrected
 STEPS_OF_ACCUMULATION, PER_DEVICE, VOCABULARY = 4, 2, 512
 #: Operations that make the host wait for a number from the device.
 READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal"}

@@ -12,8 +12,8 @@ A window is the b * G * W samples of one optimizer step. The modes, each a train
     group_by_length  the Trainer's: samples of about one length meet in a micro-batch and so in a step: other steps
     batch_rebalance  the Trainer's, from 5.17 on: balances a window by a cost model; shuffles by its own seed
     balanced         hf_accum_fix.apply(balance_windows=True): stock's own windows, length-balanced
-    auto             hf_accum_fix.apply(micro_batch="auto"): each window in as few micro-batches as fit
     no padding       the limit: balanced's micro-batches with all rows of each levelled to one length
+    auto             only if named: apply(micro_batch="auto"), a window in as few as fit; padding as fetched
 
 Rounds are interleaved, so that other programs slow all modes alike; every figure is the median over rounds, with the
 least and the greatest. The first three windows of a training warm up and are not counted. Memory is the peak above the
@@ -48,10 +48,9 @@ from typing import Any
 import shared
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = ("stock", "group_by_length", "batch_rebalance", "balanced", "auto", "no padding", "stock again")
-#: Windows before those that are timed: in these a loss is observed.
-WARM_UP = 3
-SAME_WINDOWS = ("stock again", "balanced", "auto")  # as stock's
+MODES = ("stock", "group_by_length", "batch_rebalance", "balanced", "no padding", "stock again", "auto")
+WARM_UP = 3  # windows before those that are timed: in these a loss is observed
+SAME_WINDOWS = ("stock again", "balanced")  # as stock's
 OURS = {"balanced": {"balance_windows": True}, "no padding": {"balance_windows": True}, "auto": {"micro_batch": "auto"}}
 #: hidden, layers, heads, intermediate; tokens of the vocabulary
 SIZES = {"tiny": (64, 2, 4, 128, 2000), "medium": (320, 8, 5, 864, 4096), "1b": (2048, 16, 32, 8192, 32000)}
@@ -60,7 +59,7 @@ SIZES = {"tiny": (64, 2, 4, 128, 2000), "medium": (320, 8, 5, 864, 4096), "1b": 
 def read_options() -> argparse.Namespace:
     parser = shared.Parser(__doc__, "window_speed")
     add = parser.add_argument
-    add("--modes", type=shared.some_of(MODES), default=list(MODES), help=f"some of {','.join(MODES)}")
+    add("--modes", type=shared.some_of(MODES), default=[*MODES[:-1]], help=f"some of {','.join(MODES)}")
     add("--rounds", type=shared.positive, default=3, help="trainings of every mode")
     add("--windows", type=shared.positive, default=2, help="optimizer steps that are timed, after three that warm up")
     add("--batch", type=shared.positive, default=8, help="b: samples per device")
@@ -71,7 +70,7 @@ def read_options() -> argparse.Namespace:
     add("--longest", type=int, default=1024, help="tokens that a sample is truncated to")
     add("--size", choices=tuple(SIZES), default="medium", help="of the Llama")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 is mixed precision")
-    add("--mib", type=int, default=0, help="memory that a training may take beside model and data; 0: any")
+    add("--mib", type=shared.positive, default=0, help="memory that a training may take beside model and data; 0: any")
     add("--cuda", action="store_true", help="train on the GPU")
     add("--cell", help=argparse.SUPPRESS)
     add("--keep", type=Path, help=argparse.SUPPRESS)
@@ -201,11 +200,11 @@ def train(options: argparse.Namespace) -> None:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         if options.mib and options.cuda:
-            whole = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction((before + options.mib * 2**20) / whole)
+            torch.cuda.set_per_process_memory_fraction((before + options.mib * 2**20) / torch.cuda.mem_get_info()[1])
         elif options.mib:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + options.mib * 2**20, -1))
+            limit = pages * resource.getpagesize() + options.mib * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         trainer.train()
     peak = torch.cuda.max_memory_allocated() if options.cuda else resident(peak=True)
     padded, real = sum(rows * width for rows, width, _ in shapes), sum(tokens for *_, tokens in shapes)

@@ -40,7 +40,7 @@ def test_apply_after_each() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("how", "under"), [("apply", ()), ("class", ()), ("stock", RUN)])
 def test_every_way_after_each_and_after_two(how: str, under: tuple[str, ...]) -> None:
-    found = asked(how, *SINGLE, *PAIRS, under=under)
+    found = asked(how, *(SINGLE if how != "apply" else ()), *PAIRS, under=under)
     assert max(found.values()) < 1e-12, found
 
 

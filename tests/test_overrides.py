@@ -321,3 +321,10 @@ def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -
     outer = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=Nested)
     assert all(torch.equal(outer.change[name], alone.change[name]) for name in alone.change)
     assert inner[0].error(reference_step(MLM, cut(MLM.samples, 1))) <= 1e-12
+
+
+def test_the_steps_that_were_set_are_reported_where_the_first_window_is_short(tmp_path: Path) -> None:
+    with hf_accum_fix.apply(quiet=True):
+        trainer_of(HEADS["llama"], tmp_path, Trainer, samples=HEADS["llama"].samples[:6], max_steps=1).train()
+    [run] = hf_accum_fix.report().to_dict()["runs"]
+    assert run["accumulation_steps"] == 4 and run["exact"]

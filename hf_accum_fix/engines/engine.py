@@ -29,16 +29,6 @@ def bare_name(name: str) -> str:
     return ".".join(each for each in name.split(".") if each not in added).removeprefix("module.").removeprefix(".")
 
 
-def makes_states(accelerator: Any, optimizer: Any) -> bool:
-    """Whether an optimizer steps to make its states: on zeros before DeepSpeed's engine is there, or for a checkpoint.
-
-    Source: ``initialize_optimizer_states`` of ``FP16_UnfusedOptimizer`` and of the ZeRO optimizers (DeepSpeed);
-    ``_init_optim_state`` of ``torch.distributed.checkpoint.state_dict`` (FSDP2), at a rate of 0.
-    """
-    is_being_made = is_deepspeed(accelerator) and getattr(accelerator, "deepspeed_engine_wrapped", None) is None
-    return is_being_made or all(group.get("lr") == 0 for group in optimizer.param_groups)
-
-
 def engine_divisor(accelerator: Any, *, scale_wrt_gas: bool | None = None, **_: Any) -> int:
     """The number that the engine divides a loss by; the keyword arguments are those of its ``backward``."""
     if not is_deepspeed(accelerator):

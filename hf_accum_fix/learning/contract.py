@@ -172,7 +172,7 @@ class LossContract:
         return replace(self, items=rules[0], terms=tuple(terms))
 
     def fitting_as_well(self, other: LossContract) -> LossContract:
-        """With the rules that also counted each term in another batch, or as the router's loss that it was there."""
+        """With the rules that also counted each term in another batch; what was a router's loss there is one here."""
         counted = {each.form: each for each in other.terms if each.how is How.MEAN and each.counted[0]}
         routers = {each.form: each for each in other.terms if each.how is How.ROUTER and not other.doubt}
         terms = (each if each.form not in counted else each.with_rules_of(counted[each.form]) for each in self.terms)

@@ -213,8 +213,8 @@ def is_of_forward(error: Exception) -> bool:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether a device or the host ran out of memory."""
-    text, kinds = str(error).lower(), (MemoryError, torch.cuda.OutOfMemoryError)
-    return isinstance(error, kinds) or "out of memory" in text or "defaultcpuallocator" in text  # a device, the host
+    words = ("out of memory", "defaultcpuallocator", "bad_alloc", "status_alloc_failed")
+    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(map(str(error).lower().count, words))
 
 
 def _kept_small(tensor: Tensor) -> Tensor | None:

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from hf_accum_fix.counting.items import ZeroWeightBatch
 from hf_accum_fix.data.whole_windows import is_placeholder
-from hf_accum_fix.engines.engine import engine_divisor, makes_states, set_last_micro_batch, sharing_no_buffers
+from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch, sharing_no_buffers
+from hf_accum_fix.engines.watched import makes_states
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of

@@ -87,11 +87,12 @@ def test_one_training_on_four_two_three_and_one_rank(kinds: Sequence[str], tmp_p
 
 
 def of_shards(kind: str, per_device: int, accumulate: int, until: int, folder: str, begin: int) -> dict[str, Any]:
-    """The parameters after FSDP2 went on with a checkpoint, by a ``FSDP_STATE_DICT_TYPE``."""
-    backend, head = BACKENDS["fsdp2-launched"], trajectory.HEADS["llama"]
+    """The parameters after FSDP2 went on with a checkpoint, by a ``FSDP_STATE_DICT_TYPE``; "": without FSDP2."""
+    backend, head = BACKENDS["fsdp2-launched" if kind else "ddp"], trajectory.HEADS["llama"]
     with variables({**backend.environment, "FSDP_STATE_DICT_TYPE": kind}), applied("apply", drop_duplicates=True):
         args = training_arguments(Path(folder), per_device, accumulate, max_steps=until, **ADAM)
-        sharding_on(args)
+        if kind:
+            sharding_on(args)
         trainer = Trainer(head.build(), args, head.batch, SAMPLES)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{begin}" if begin else None)
         return gathered(trainer.model_wrapped, backend)
@@ -100,7 +101,7 @@ def of_shards(kind: str, per_device: int, accumulate: int, until: int, folder: s
 @pytest.mark.parametrize("kind", ("SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)))
 def test_shards_go_on_with_fewer_ranks(kind: str, tmp_path: Path) -> None:
     """Loading makes the optimizer's states by a step, which is none of the training."""
-    uncut = on_ranks(of_shards, kind, 12, 1, 6, str(tmp_path / "uncut"), 0, ranks=1)[0]
+    uncut = on_ranks(of_shards, "", 12, 1, 6, str(tmp_path / "uncut"), 0, ranks=1)[0]
     stages = ((2, 3, 2, 3), (1, 4, 3, 6)) if kind.startswith("S") else ((4, 3, 1, 2), (2, 3, 2, 4), (1, 4, 3, 6))
     begin = 0
     for ranks, per_device, accumulate, until in stages:

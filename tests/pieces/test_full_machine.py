@@ -12,18 +12,19 @@ from hf_accum_fix.learning.look import out_of_memory
 from tests.cli.processes import python
 from tests.numerics.heads import before
 
+KNOWN = ("HIP out of memory.", "std::bad_alloc", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+
 
 def one_curve(device: str, mib: int) -> None:
     """The whole batch in one micro-batch ends; in pieces, and by "auto", it takes the steps of a cut that fits."""
     done = python("-m", "tests.pieces.full_machine", device, str(mib), OMP_NUM_THREADS="1")
     found = json.loads(done.stdout.splitlines()[-1])
-    fits = found["fits"]
-    assert "memory" in found["whole"]["error"] and fits["losses"][1] != fits["losses"][0]
+    assert "memory" in found["whole"]["error"].lower(), found
     for option in ("split", "auto"):
         assert found[option]["cap"]["fails"], found
-        # Float32, in which the losses are logged.
-        assert found[option]["losses"] == pytest.approx(fits["losses"], rel=1e-5)
-        assert found[option]["norm"] == pytest.approx(fits["norm"], rel=1e-6)
+        # In float32.
+        assert found[option]["losses"] == pytest.approx(found["fits"]["losses"], rel=1e-5)
+        assert found[option]["off"] <= 1e-5, found
 
 
 @pytest.mark.slow
@@ -42,6 +43,6 @@ def test_a_gpu_that_is_full() -> None:
 def test_what_is_out_of_memory() -> None:
     with pytest.raises(RuntimeError, match="allocate") as of_torch:
         torch.empty(10**15)
-    for error in (of_torch.value, MemoryError(), torch.cuda.OutOfMemoryError(), RuntimeError("HIP out of memory.")):
+    for error in (of_torch.value, MemoryError(), torch.cuda.OutOfMemoryError(), *map(RuntimeError, KNOWN)):
         assert out_of_memory(error)
     assert not out_of_memory(RuntimeError("a view of non-contiguous memory"))

@@ -1,6 +1,6 @@
 """Exact to the floor, or said, never silent, never worse than stock: over random trainings out of `parts`.
 
-HF_ACCUM_FIX_EXAMPLES raises the number of trainings, which then differ from run to run and are remembered where they
+HF_ACCUM_FIX_EXAMPLES sets the number of trainings, which then differ from run to run and are remembered where they
 fail; without it they are the same in every run. `campaign` draws many more, and goes on where one fails.
 """
 

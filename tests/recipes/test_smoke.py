@@ -26,27 +26,16 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "coupled_recall": ("--steps 10 --batch 64", ("results.jsonl",)),
     "gradient_precision": ("--samples 64 --splits 1,4", ("error.png",)),
     "llava_sweep": ("--steps 1 --total-batch 32 --splits 1x32", ("results.jsonl", "curves.png")),
-    "on_gpu": ("--quick --parts accumulate_in --rounds 1", ("results.json", "table.txt")),
+    "on_gpu": ("--quick --parts accumulate_in,router_loss --rounds 1", ("results.json", "table.txt")),
     "router_loss": ("--steps 2 --every 1 --accumulate 4 --samples 32", ("router_loss.png", "table.md")),
     "sample_shards": ("--layouts cp --splits 1x2", ("results.jsonl",)),
     "window_speed": (
-        "--size tiny --rounds 1 --windows 1 --batch 4 --steps 4 --modes stock,balanced --texts docstrings",
+        "--size tiny --rounds 1 --windows 1 --batch 4 --steps 4 --modes stock,balanced,auto --texts docstrings",
         ("results.jsonl", "window_speed.png"),
     ),
 }
 #: Before a release.
-LONG = (
-    *(
-        "any_machine",
-        "coupled_recall",
-        "convergence_monitor",
-        "coupled_cost",
-        "gradient_precision",
-        "on_gpu",
-        "router_loss",
-    ),
-    *("sample_shards", "window_speed"),
-)
+LONG = RUNS.keys() - {"accelerate_loop", "llava_sweep"}
 #: Steps of a short run, and the alarm that it has to end with, by the fault.
 FAULTS = {
     "data": (400, "rank-loss-1"),

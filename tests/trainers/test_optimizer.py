@@ -477,7 +477,7 @@ def test_hooks_that_add_up_are_exact(name: str, tmp_path: Path, said: Said) -> N
     assert not said("gradient hooks")
 
 
-@pytest.mark.parametrize("name", ["clipped", pytest.param("signs", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["clipped", *(pytest.param(e, marks=pytest.mark.thorough) for e in [*OTHERS][1:])])
 def test_hooks_that_do_not_are_not(name: str, tmp_path: Path, said: Said) -> None:
     assert answers(OTHERS[name], tmp_path) == (False, False)
     assert len(said("gradient hooks run in every micro-batch")) == 1
