@@ -5,7 +5,7 @@ Errors are relative to the float64 full batch; a head's tolerance is the roundin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,14 @@ def is_exact(step: Step) -> bool:
     return bool(step.trainer.__dict__[SESSION].state.exact)
 
 
-@pytest.mark.parametrize("kind", SHORT)
-@pytest.mark.parametrize(("name", "at"), [*((name, (4, 2)) for name in (*EVERYDAY, *OTHERS)), ("llama", (8, 1))])
+def in_pieces() -> Iterator[Any]:
+    """Of the others CI has one kind."""
+    for name, at in (*((name, (4, 2)) for name in (*EVERYDAY, *OTHERS)), ("llama", (8, 1))):
+        for kind in SHORT:
+            yield pytest.param(name, at, kind, marks=[pytest.mark.thorough] * (name in OTHERS and kind != "both"))
+
+
+@pytest.mark.parametrize(("name", "at", "kind"), [*in_pieces()])
 def test_pieces_take_the_step_of_the_full_batch(name: str, at: tuple[int, int], kind: str, tmp_path: Path) -> None:
     head, short = HEADS[name], Memory(**SHORT[kind])
     step = split(name, short, at, tmp_path)
@@ -238,7 +244,7 @@ FITS = (Memory, partial(Memory, backward=3))
 
 
 @pytest.mark.parametrize("memory", FITS, ids=("all", "three"))
-@pytest.mark.parametrize("at", ((1, 8), (2, 4)))
+@pytest.mark.parametrize("at", (pytest.param((1, 8), marks=pytest.mark.thorough), (2, 4)))
 @pytest.mark.parametrize("name", (*EVERYDAY, "llava", "wav2vec2-ctc-mean", "func-with-number", "lora", "two-terms"))
 def test_auto_takes_the_same_steps_in_fewer_micro_batches(
     name: str, at: tuple[int, int], memory: Any, tmp_path: Path

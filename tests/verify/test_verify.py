@@ -208,6 +208,7 @@ STOCK = {
 
 
 @CURRENT
+@pytest.mark.thorough
 def test_two_ranks_read_the_same_and_errors_of_the_world_size_show(tmp_path: Path) -> None:
     reports, second = on_ranks(reports_of, tmp_path, group=False)
     assert reports == second
