@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--machine", choices=MACHINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps % 6:
-        parser.error(f"got --steps {options.steps}; expected a multiple of 6")
+        parser.error(f"got --steps {options.steps}; expected a multiple of 6; give 6 or 60")
     if options.machine:
         return train(options.machine, MACHINES[options.machine], options)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -178,18 +178,6 @@ def plain(tensor: Any) -> Tensor:
     return local.to_dense() if local.layout is not torch.strided else local
 
 
-def makes_states(accelerator: Any, optimizer: Any) -> bool:
-    """Whether a step only makes the optimizer's states: as DeepSpeed's engine is made, or FSDP2 loads a checkpoint.
-
-    Source: ``initialize_optimizer_states`` of ``FP16_UnfusedOptimizer`` and of the ZeRO optimizers (DeepSpeed);
-    ``_init_optim_state`` of ``torch.distributed.checkpoint.state_dict``, which steps on zeros.
-    """
-    if is_deepspeed(accelerator) and getattr(accelerator, "deepspeed_engine_wrapped", None) is None:
-        return True
-    gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    return not (optimizer.state or any(plain(each).any() for each in gradients))
-
-
 def own_hooks(parameter: Tensor, kind: str = "_backward_hooks") -> list[Any]:
     """The hooks on its gradient but for those of this package and of engines; ``kind``: torch's attribute of them."""
     hooks: Any = getattr(parameter, kind, None) or {}

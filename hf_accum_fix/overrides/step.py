@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hf_accum_fix.counting.items import ZeroWeightBatch
 from hf_accum_fix.data.whole_windows import is_placeholder
 from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch, sharing_no_buffers
-from hf_accum_fix.engines.watched import makes_states
+from hf_accum_fix.engines.watched import plain
 from hf_accum_fix.errors import AccumFixError, SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import TRAINING, Args, Kwargs, Original, Session, session_of
@@ -331,25 +331,25 @@ def _close_unfinished(session: Session) -> None:
 def check_step(session: Session, optimizer: Optimizer, *_: Any) -> None:
     """Refuse an optimizer step without a micro-batch that came through its wrapped step, before it is taken.
 
-    Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
+    No gradient (of skipped micro-batches), zeros (by which DeepSpeed and FSDP2 make states) and what is not split pass.
     """
-    window, engine = session.window, session.trainer.accelerator
+    window = session.window
     session.delivery.ask(session.delivery.steps.stepped, session, optimizer)
     # DeepSpeed and layerwise optimizers step inside a micro-batch.
-    if session.base_loss is not None or session.state.aside or (window is None and makes_states(engine, optimizer)):
+    if session.base_loss is not None or session.state.aside:
         return
     if session.refused is not None:
         raise session.refused
-    outer: Any = session.trainer.optimizer
-    # Engines (accelerate, DeepSpeed) wrap optimizers.
+    outer: Any = session.trainer.optimizer  # engines (accelerate, DeepSpeed) wrap it
     while outer is not None and outer is not optimizer:
         outer = vars(outer).get("optimizer")
     if outer is None:
         return
+    gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
     refuses = session.steps * session.world.size > 1 and not session.state.told.troubled
     if window is not None and (window.value is not None or not window.batches):
         _close_unfinished(session)
-    elif refuses and any(each.grad is not None for group in optimizer.param_groups for each in group["params"]):
+    elif refuses and any(each is not None and plain(each).any() for each in gradients):
         raise SeamError(
             "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
             "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "

@@ -94,7 +94,7 @@ def changed(before: dict[str, Any], model: Any) -> bool:
 @pytest.mark.parametrize("by", ["apply", "class"])
 @pytest.mark.parametrize(("step", "warmup"), [*((step, 0) for step in STEPS), ("accelerate", 2)])
 def test_gradients_of_a_loop_are_refused_before_they_are_used(step: str, warmup: int, by: str, tmp_path: Path) -> None:
-    """At a rate of 0, too, at which a step may make the states that a checkpoint is loaded into: of zeros."""
+    """At a rate of 0, too: what makes an optimizer's states steps on zeros."""
     with patched(by):
         trainer = made(tmp_path, by)
         trainer.args.warmup_steps, trainer.args.lr_scheduler_type = warmup, "constant_with_warmup"
